@@ -1,0 +1,32 @@
+"""Every error that zplan raises on purpose.
+
+The first ones tell the user what to change. `CheckError` alone is a fault of zplan itself.
+"""
+
+
+class ZplanError(Exception):
+    """The root of every error here: catch it to catch all of them."""
+
+
+class SpecError(ZplanError):
+    """What was asked for does not exist, contradicts itself, or is no size, stage or name."""
+
+
+class TraceError(ZplanError):
+    """The model, loss or optimizer cannot be captured as one graph; names the user's own line."""
+
+
+class BudgetError(ZplanError):
+    """No plan fits the memory budget."""
+
+
+class AgreementError(ZplanError):
+    """The ranks do not hold the same plan, or one of them failed; raised on every rank with the same words."""
+
+
+class StateError(ZplanError):
+    """A call that the training step cannot honour in the state it is in."""
+
+
+class CheckError(ZplanError):
+    """A program breaks a law. This is a fault of zplan, not of the model: please report it."""

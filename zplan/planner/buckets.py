@@ -1,0 +1,184 @@
+"""Buckets: tensors that travel together, laid out in one flat buffer of equal parts, one part a rank.
+
+Glossary: a *slot* is a tensor's place in a bucket; a *part* is a rank's equal share of the buffer; a *unit* is the
+block of the model (`blocks.3`, `wte`) at whose border a bucket may end.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from zplan.graph.ir import Graph, Phase, Tensor
+from zplan.planner.stages import STAGES, Choice, Residency, Stage
+from zplan.units import ITEMSIZE
+
+# Every tensor starts, and every part ends, at a multiple of 64 elements: a fused optimizer handles whole vectors in
+# another way than the scalar tail behind them, so cuts elsewhere change last bits; and it keeps views aligned on CUDA.
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A tensor's place: elements `[offset, offset + numel)` of the flat buffer."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    offset: int
+    numel: int
+    group: int | None
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A flat buffer of `world * part` elements; rank r owns elements `[r * part, (r + 1) * part)`.
+
+    `trains`: its tensors get gradients and are updated.
+    """
+
+    name: str
+    dtype: str
+    stage: int
+    trains: bool
+    world: int
+    part: int
+    slots: tuple[Slot, ...]
+
+    @property
+    def policy(self) -> Stage:
+        return STAGES[self.stage]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the flat buffer, padding included."""
+        return self.world * self.part
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * ITEMSIZE[self.dtype]
+
+    @property
+    def part_nbytes(self) -> int:
+        return self.part * ITEMSIZE[self.dtype]
+
+    @property
+    def padding(self) -> int:
+        """Elements of the buffer that belong to no tensor."""
+        return self.numel - sum(slot.numel for slot in self.slots)
+
+    @property
+    def whole_at_rest(self) -> bool:
+        """Held whole between steps: at stage 0, in a world of one, and below stage 3 when it is never updated."""
+        if self.world == 1 or self.policy.parameter is Residency.WHOLE:
+            return True
+        return not self.trains and not self.policy.regather
+
+    @property
+    def state_whole(self) -> bool:
+        """Every rank updates all of it."""
+        return self.world == 1 or self.policy.state is Residency.WHOLE
+
+
+def make_buckets(
+    graph: Graph, choices: Mapping[str, Choice], *, world: int, bucket_nbytes: int
+) -> tuple[Bucket, ...]:
+    """Lays every parameter of the model out, in order of first use, cut at the borders of units.
+
+    A bucket holds one dtype, one stage, and only tensors that train or only tensors that do not. Units are put
+    together while they fit in `bucket_nbytes`; a larger unit is cut between its tensors, a tensor never. A unit whose
+    tensors are used in places far apart (tied embeddings, a block applied twice) is not put with others.
+    """
+    first, spread = _uses(graph)
+    tensors = sorted(graph.tensors, key=lambda tensor: first.get(tensor.name, len(graph.ops)))
+    open_: dict[tuple[str, int, bool, str], list[Tensor]] = {}
+    closed: list[list[Tensor]] = []
+    for unit, members in _units(tensors):
+        for key, mine in _split_by_kind(members, choices, unit, spread).items():
+            current = open_.get(key)
+            if current is not None and _nbytes([*current, *mine]) > bucket_nbytes:
+                current = None
+            for tensor in mine:
+                if current is None or (_nbytes([*current, tensor]) > bucket_nbytes):
+                    current = []
+                    closed.append(current)
+                    open_[key] = current
+                current.append(tensor)
+    return tuple(_lay_out(f"b{i}", members, choices, world) for i, members in enumerate(closed))
+
+
+def unit_of(name: str) -> str:
+    """The block a parameter belongs to: up to the first numbered component, else the first component.
+
+    >>> unit_of("blocks.3.attn.qkv.weight"), unit_of("wte.weight"), unit_of("scale")
+    ('blocks.3', 'wte', '')
+    """
+    parts = name.split(".")[:-1]
+    for i, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: i + 1])
+    return parts[0] if parts else ""
+
+
+def _units(tensors: Iterable[Tensor]) -> Iterable[tuple[str, list[Tensor]]]:
+    units: dict[str, list[Tensor]] = {}
+    for tensor in tensors:
+        units.setdefault(unit_of(tensor.name), []).append(tensor)
+    return units.items()
+
+
+def _split_by_kind(
+    tensors: Iterable[Tensor], choices: Mapping[str, Choice], unit: str, spread: frozenset[str]
+) -> dict[tuple[str, int, bool, str], list[Tensor]]:
+    kinds: dict[tuple[str, int, bool, str], list[Tensor]] = {}
+    for tensor in tensors:
+        alone = f"{unit}!" if tensor.name in spread else ""
+        key = (tensor.dtype, choices[tensor.name].stage, tensor.grad is not None, alone)
+        kinds.setdefault(key, []).append(tensor)
+    return kinds
+
+
+def _uses(graph: Graph) -> tuple[dict[str, int], frozenset[str]]:
+    """First forward use of each tensor, and the tensors that are used again after another unit's first use."""
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for index, op in enumerate(graph.ops):
+        if op.phase is not Phase.FORWARD:
+            break
+        for name in op.inputs:
+            for tensor in graph.derived.get(name, ()):
+                first.setdefault(tensor, index)
+                last[tensor] = index
+    starts = sorted((index, unit_of(tensor)) for tensor, index in first.items())
+    positions = [index for index, _ in starts]
+    return first, frozenset(
+        tensor
+        for tensor, index in first.items()
+        if last[tensor] > index and _other_starts(starts, positions, index, last[tensor], unit_of(tensor))
+    )
+
+
+def _other_starts(starts: list[tuple[int, str]], positions: list[int], low: int, high: int, unit: str) -> bool:
+    return any(other != unit for _, other in starts[bisect_right(positions, low) : bisect_left(positions, high)])
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum(_aligned(tensor.numel) * ITEMSIZE[tensor.dtype] for tensor in tensors)
+
+
+def _aligned(numel: int) -> int:
+    return -(-numel // ALIGNMENT) * ALIGNMENT
+
+
+def _lay_out(name: str, members: list[Tensor], choices: Mapping[str, Choice], world: int) -> Bucket:
+    """Tensors of one optimizer group lie side by side, so that a rank's share of a group is one slice."""
+    slots = []
+    offset = 0
+    for tensor in sorted(members, key=lambda tensor: -1 if tensor.group is None else tensor.group):
+        slots.append(Slot(tensor.name, tensor.shape, offset, tensor.numel, tensor.group))
+        offset += _aligned(tensor.numel)
+    part = max(ALIGNMENT, _aligned(-(-offset // world)))
+    lead = members[0]
+    return Bucket(name, lead.dtype, choices[lead.name].stage, lead.grad is not None, world, part, tuple(slots))

@@ -1,0 +1,280 @@
+"""Memory: a fold over the instructions that will run, at the level of storages. Bytes are those of one rank.
+
+Counted: parameters, buffers, constants and the caller's batch; optimizer states in the steady step; every value of the
+graph, views sharing their storage; flat gradient buffers; gathered buckets; the buffers and the staging of
+collectives from launch to wait; what an op allocates and drops within its call; the scratch of the optimizer's step.
+
+Not counted yet: the first step apart from the steady one; workspaces inside CPU kernels (packing of bf16 products,
+convolutions); the rounding of an allocator, contexts and communicators on a GPU; Python and the process itself.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from itertools import repeat
+
+from zplan.planner.buckets import Bucket
+from zplan.planner.program import (
+    AllReduce,
+    Free,
+    Gather,
+    GatherGradient,
+    Instruction,
+    Launch,
+    Pack,
+    Program,
+    ReduceScatter,
+    Run,
+    Update,
+    Wait,
+    flat,
+    grad,
+    makes,
+    part,
+    whole,
+)
+from zplan.units import ITEMSIZE
+
+
+class Category(Enum):
+    PARAMETERS = "parameters"
+    STATE = "optimizer state"
+    BUFFERS = "buffers"
+    BATCH = "batch"
+    GATHERED = "gathered parameters"
+    ACTIVATIONS = "activations"
+    GRADIENTS = "gradients"
+    COMMUNICATION = "communication"
+    SCRATCH = "scratch"
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """A storage, and the instruction after which it is there (-1: resident)."""
+
+    storage: str
+    nbytes: int
+    category: Category
+    since: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Predicted bytes of one rank over a program.
+
+    `timeline[i]` is what is alive after instruction i, `peaks[i]` the most that is alive during it.
+    """
+
+    program: Program
+
+    @cached_property
+    def resident_bytes(self) -> int:
+        return _Ledger(self.program).nbytes
+
+    @cached_property
+    def _fold(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        ledger = _Ledger(self.program)
+        timeline, peaks = [], []
+        for index, instruction in enumerate(self.program.instructions):
+            transient = ledger.enter(index, instruction)
+            peaks.append(ledger.nbytes + transient)
+            ledger.leave(instruction)
+            timeline.append(ledger.nbytes)
+        return tuple(timeline), tuple(peaks)
+
+    @property
+    def timeline(self) -> tuple[int, ...]:
+        return self._fold[0]
+
+    @property
+    def peaks(self) -> tuple[int, ...]:
+        return self._fold[1]
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        return max((self.resident_bytes, *self.peaks))
+
+    @cached_property
+    def peak_index(self) -> int:
+        """The first instruction that reaches the peak; -1 where the residents alone are the most."""
+        return self.peaks.index(self.peak_bytes) if self.peak_bytes in self.peaks else -1
+
+    @cached_property
+    def alive(self) -> tuple[Alive, ...]:
+        """What is there at the peak, largest first; what the instruction takes within itself comes as scratch."""
+        ledger = _Ledger(self.program)
+        transient = 0
+        for index, instruction in enumerate(self.program.instructions[: self.peak_index + 1]):
+            transient = ledger.enter(index, instruction)
+            if index < self.peak_index:
+                ledger.leave(instruction)
+        found = list(ledger.alive.values())
+        if transient:
+            found.append(Alive("scratch", transient, Category.SCRATCH, self.peak_index))
+        return tuple(sorted(found, key=lambda alive: (-alive.nbytes, alive.storage)))
+
+    @cached_property
+    def by_category(self) -> Mapping[Category, int]:
+        """Bytes at the peak; categories with none are left out."""
+        totals = dict.fromkeys(Category, 0)
+        for alive in self.alive:
+            totals[alive.category] += alive.nbytes
+        return {category: nbytes for category, nbytes in totals.items() if nbytes}
+
+
+def state_nbytes(program: Program) -> int:
+    """Bytes of optimizer state in the steady step, on the rank that holds most."""
+    return round(max(map(_state, _slices_by_rank(program), repeat(program)), default=0))
+
+
+def scratch_nbytes(program: Program) -> int:
+    """Bytes that one optimizer step takes and gives back, on the rank that takes most."""
+    return round(max(map(_scratch, _slices_by_rank(program), repeat(program)), default=0))
+
+
+_Sizes = Mapping[tuple[int, str], list[int]]
+
+
+def _slices_by_rank(program: Program) -> Iterator[_Sizes]:
+    """For each rank, elements of each slice that it updates, by optimizer group and dtype."""
+    ownership = program.ownership
+    alike = all(bucket.state_whole for bucket in ownership.buckets if bucket.trains)
+    for rank in range(1 if alike else ownership.world):
+        sizes: dict[tuple[int, str], list[int]] = {}
+        for piece in ownership.slices(rank):
+            sizes.setdefault((piece.group, ownership.bucket[piece.bucket].dtype), []).append(piece.numel)
+        yield sizes
+
+
+def _state(sizes: _Sizes, program: Program) -> float:
+    total = 0.0
+    for key, numels in sizes.items():
+        facts = program.graph.optimizer.facts(*key)
+        total += facts.state_per_element * sum(numels) + facts.state_per_slice * len(numels)
+    return total
+
+
+def _scratch(sizes: _Sizes, program: Program) -> float:
+    most = 0.0
+    for key, numels in sizes.items():
+        facts = program.graph.optimizer.facts(*key)
+        most = max(most, facts.scratch_largest * max(numels) + facts.scratch_all * sum(numels))
+    return most
+
+
+class _Ledger:
+    """The storages that are alive, as instructions go by: `enter` takes what one needs, `leave` gives back."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.alive: dict[str, Alive] = {}
+        self.nbytes = 0
+        self._names: dict[str, set[str]] = {}
+        self._storage: dict[str, str] = {}
+        self._launches: dict[int, Launch] = {}
+        graph = program.graph
+        self._gradients = frozenset(tensor.grad for tensor in graph.tensors if tensor.grad is not None)
+        for bucket in program.ownership.buckets:
+            value = whole(bucket.name) if bucket.whole_at_rest else part(bucket.name)
+            self._add(value, bucket.nbytes if bucket.whole_at_rest else bucket.part_nbytes, Category.PARAMETERS, -1)
+        for value in (*graph.buffers, *graph.constants):
+            self._add_value(value, Category.BUFFERS, -1)
+        for value in graph.batch:
+            self._add_value(value, Category.BATCH, -1)
+        self._add("optimizer state", state_nbytes(program), Category.STATE, -1)
+        self._scratch = scratch_nbytes(program)
+
+    def enter(self, index: int, instruction: Instruction) -> int:
+        """Returns the bytes that the instruction takes and gives back within itself."""
+        program = self.program
+        match instruction:
+            case Run(name):
+                op = program.graph.op[name]
+                for value in op.outputs:
+                    category = Category.GRADIENTS if value in self._gradients else Category.ACTIVATIONS
+                    self._add_value(value, category, index)
+                return op.workspace
+            case Pack(bucket):
+                self._add(flat(bucket), program.bucket(bucket).nbytes, Category.GRADIENTS, index)
+            case Gather() | ReduceScatter() | AllReduce() | GatherGradient():
+                self._launches[instruction.id] = instruction
+                self._launch(index, instruction)
+            case Wait(id):
+                launch = self._launches[id]
+                if isinstance(launch, ReduceScatter):
+                    bucket = program.bucket(launch.bucket)
+                    self._add(grad(launch.bucket), bucket.part_nbytes, Category.GRADIENTS, index)
+                    return sum_nbytes(bucket)
+            case Update():
+                return self._scratch
+        return 0
+
+    def leave(self, instruction: Instruction) -> None:
+        match instruction:
+            case Wait(id):
+                self._remove(staging(id))
+            case Free(value):
+                self._remove(value)
+
+    def _launch(self, index: int, launch: Launch) -> None:
+        bucket = self.program.bucket(launch.bucket)
+        extra = staging_nbytes(launch, bucket, device=self.program.graph.device)
+        match launch:
+            case Gather():
+                self._add(makes(launch), bucket.nbytes, Category.GATHERED, index)
+            case GatherGradient():
+                self._add(makes(launch), bucket.nbytes, Category.GRADIENTS, index)
+            case AllReduce():
+                self._add(flat(launch.bucket), bucket.nbytes, Category.GRADIENTS, index, name=makes(launch))
+        self._add(staging(launch.id), extra, Category.COMMUNICATION, index)
+
+    def _add_value(self, value: str, category: Category, index: int) -> None:
+        graph = self.program.graph
+        storage = graph.values[value].storage
+        if storage not in graph.tensor:
+            self._add(storage, graph.storages[storage], category, index, name=value)
+
+    def _add(self, storage: str, nbytes: int, category: Category, index: int, *, name: str = "") -> None:
+        self._storage[name or storage] = storage
+        if storage in self._names:
+            self._names[storage].add(name or storage)
+            return
+        self._names[storage] = {name or storage}
+        self.alive[storage] = Alive(storage, nbytes, category, index)
+        self.nbytes += nbytes
+
+    def _remove(self, value: str) -> None:
+        storage = self._storage.pop(value, None)
+        if storage is None:
+            return
+        self._names[storage].discard(value)
+        if not self._names[storage]:
+            del self._names[storage]
+            self.nbytes -= self.alive.pop(storage).nbytes
+
+
+def staging(id: int) -> str:
+    return f"staging {id}"
+
+
+def staging_nbytes(launch: Launch, bucket: Bucket, *, device: str) -> int:
+    """What a backend holds from launch to wait besides what the instruction takes and makes.
+
+    gloo (measured on torch 2.13): an all-gather fills a second buffer of the whole size on its own thread and clones
+    its input; the all-to-all that a reduce-scatter is made of receives into a buffer of the whole size, and has no
+    staging of its own. NCCL reads and writes in place.
+    """
+    if device != "cpu":
+        return 0
+    match launch:
+        case Gather() | GatherGradient():
+            return bucket.nbytes + bucket.part_nbytes
+        case ReduceScatter():
+            return bucket.nbytes
+    return 0
+
+
+def sum_nbytes(bucket: Bucket) -> int:
+    """What the sum in rank order takes besides its result: for 16 bit the fp32 sum and one term of it."""
+    return 2 * bucket.part * ITEMSIZE["fp32"] if ITEMSIZE[bucket.dtype] < ITEMSIZE["fp32"] else 0

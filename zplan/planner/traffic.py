@@ -1,0 +1,59 @@
+"""Traffic: the bytes that each rank sends, instruction by instruction."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from zplan.planner.program import AllReduce, Gather, GatherGradient, Instruction, Program, ReduceScatter
+
+
+def sent_nbytes(program: Program, instruction: Instruction) -> int:
+    """Bytes that one rank sends for an instruction, padding included.
+
+    A gather of N equal parts sends each rank's part N - 1 times, whether around a ring or straight to the others; a
+    reduce-scatter sends N - 1 parts of local gradients; an all-reduce is both.
+    """
+    match instruction:
+        case Gather(_, name) | ReduceScatter(_, name) | GatherGradient(_, name):
+            bucket = program.bucket(name)
+            return (bucket.world - 1) * bucket.part_nbytes
+        case AllReduce(_, name):
+            bucket = program.bucket(name)
+            return 2 * (bucket.world - 1) * bucket.part_nbytes
+    return 0
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """A fold over the instructions of a program. Bytes are those of one rank and one optimizer step."""
+
+    program: Program
+
+    @cached_property
+    def by_instruction(self) -> tuple[int, ...]:
+        return tuple(sent_nbytes(self.program, instruction) for instruction in self.program.instructions)
+
+    @property
+    def bytes_per_rank(self) -> int:
+        return sum(self.by_instruction)
+
+    @cached_property
+    def by_kind(self) -> Mapping[str, int]:
+        """Bytes by what is sent: gathers of parameters, reduce-scatters, all-reduces, gathers of gradients."""
+        kinds = {Gather: "gather", ReduceScatter: "reduce-scatter", AllReduce: "all-reduce"}
+        found: dict[str, int] = {}
+        for instruction, nbytes in zip(self.program.instructions, self.by_instruction, strict=True):
+            if nbytes:
+                kind = kinds.get(type(instruction), "gather gradients")  # type: ignore[call-overload]
+                found[kind] = found.get(kind, 0) + nbytes
+        return found
+
+    @property
+    def padding_nbytes(self) -> int:
+        """The part of `bytes_per_rank` that is padding."""
+        total = 0
+        for instruction, nbytes in zip(self.program.instructions, self.by_instruction, strict=True):
+            if nbytes:
+                bucket = self.program.bucket(instruction.bucket)  # type: ignore[union-attr]
+                total += nbytes * bucket.padding // bucket.numel
+        return total
