@@ -14,7 +14,7 @@ help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1 - \2/p' Makefile
 
 demo: $(VENV)/.stamp ## run the main job, examples/gpt_text.py
-	$(VENV)/bin/python examples/gpt_text.py
+	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node 2 examples/gpt_text.py
 
 test: check ## ruff, format check, import-linter, mypy, pytest: what CI runs
 	$(VENV)/bin/python -m pytest

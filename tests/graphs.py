@@ -1,4 +1,4 @@
-"""Small graphs made by hand, without torch: a chain of linear layers, and whatever hypothesis draws."""
+"""Small graphs made by hand, without torch: a chain of layers, and any graph at all."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from zplan.graph.ir import Graph, Group, Op, OpKind, Optimizer, Phase, Tensor, Value
 from zplan.planner.buckets import make_buckets
 from zplan.planner.ownership import Ownership
+from zplan.planner.program import Program
 from zplan.planner.stages import Choice
+from zplan.units import ITEMSIZE
 
-ADAM = Optimizer(
-    "AdamW", tuple(Group(i, d, "lr=1", 8.0, 4.0, 8.0, 0.0) for i in range(3) for d in ("fp32", "bf16"))
-)
+ADAM = Optimizer("AdamW", tuple(Group(i, d, "lr=1", 8.0, 4.0, 8.0, 0.0) for i in range(3) for d in ("fp32", "bf16")))
 
 
 @dataclass
@@ -24,13 +24,21 @@ class Builder:
     def value(self, name: str, numel: int, *, dtype: str = "fp32", storage: str | None = None) -> str:
         self.values[name] = Value(name, (numel,), dtype, storage or name)
         if storage is None:
-            self.storages[name] = numel * (2 if dtype == "bf16" else 4)
+            self.storages[name] = numel * ITEMSIZE[dtype]
         return name
 
     def op(
-        self, name: str, inputs: Sequence[str], outputs: Sequence[str], phase: Phase, module: str, kind: OpKind
+        self,
+        name: str,
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        phase: Phase,
+        module: str,
+        kind: OpKind,
+        workspace: int = 0,
     ) -> None:
-        self.ops.append(Op(name, f"test.{kind.value}", tuple(dict.fromkeys(inputs)), tuple(outputs), phase, module, kind))
+        inputs = tuple(dict.fromkeys(inputs))
+        self.ops.append(Op(name, f"test.{kind.value}", inputs, tuple(outputs), phase, module, kind, workspace))
 
 
 @dataclass(frozen=True)
@@ -112,6 +120,143 @@ def chain_graph(layers: Sequence[Layer], *, buffer: bool = False) -> Graph:
         batch=(x,),
         optimizer=ADAM,
     )
+
+
+@dataclass(frozen=True)
+class Param:
+    """A parameter of a `dag_graph`; several may lie in one `unit`."""
+
+    numel: int = 256
+    dtype: str = "fp32"
+    group: int = 0
+    frozen: bool = False
+    unit: int = 0
+
+
+@dataclass(frozen=True)
+class Node:
+    """One forward op of a `dag_graph`, and the backward op that belongs to it.
+
+    `inputs` and `weights` count through the activations so far and the parameters, around the end. `through` is how
+    a weight is read: itself, its view, its cast, or a cast of its view. `forward`, `backward`: whether that phase
+    reads the weights. `outputs` of the forward op; the second is read by nobody unless a later node picks it.
+    """
+
+    inputs: tuple[int, ...] = (0,)
+    weights: tuple[int, ...] = (0,)
+    through: str = "view"
+    width: int = 64
+    outputs: int = 1
+    forward: bool = True
+    backward: bool = True
+    random: bool = False
+    view: bool = False
+    saved: bool = True
+    buffer: int | None = None
+    workspace: int = 0
+
+
+THROUGH = {"itself": (), "view": (OpKind.VIEW,), "cast": (OpKind.CAST,), "view cast": (OpKind.VIEW, OpKind.CAST)}
+
+
+def dag_graph(params: Sequence[Param], nodes: Sequence[Node], *, buffers: int = 0, aux: bool = False) -> Graph:
+    """Any graph: skips, ops with several outputs, weights used in many places, in one phase alone, or nowhere."""
+    build = Builder()
+    x = build.value("batch.0", 64)
+    constant = build.value("constant", 3)
+    names = [f"units.{param.unit}.p{i}" for i, param in enumerate(params)]
+    for name, param in zip(names, params, strict=True):
+        build.value(name, param.numel, dtype=param.dtype)
+    held = tuple(build.value(f"buffer{i}", 2, dtype="int64") for i in range(buffers))
+    read: dict[tuple[str, str], str] = {}
+
+    def weight(index: int, node: Node, phase: Phase) -> str:
+        name = names[index % len(names)]
+        for kind in THROUGH[node.through]:
+            step = (name, kind.value)
+            if step not in read:
+                base = build.values[name]
+                made = f"{kind.value}{len(read)}"
+                dtype = {"fp32": "bf16", "bf16": "fp32"}[base.dtype] if kind is OpKind.CAST else base.dtype
+                storage = None if kind is OpKind.CAST else base.storage
+                read[step] = build.value(made, base.shape[0], dtype=dtype, storage=storage)
+                build.op(made, [name], [made], phase, "", kind)
+            name = read[step]
+        return name
+
+    activations = [x]
+    for i, node in enumerate(nodes):
+        inputs = [activations[j % len(activations)] for j in node.inputs] or [x]
+        module = f"units.{i}"
+        if node.view:
+            base = build.values[inputs[0]]
+            activations.append(build.value(f"v{i}", base.shape[0], dtype=base.dtype, storage=base.storage))
+            build.op(f"v{i}", inputs[:1], [f"v{i}"], Phase.FORWARD, module, OpKind.VIEW)
+        if node.forward:
+            inputs += [weight(j, node, Phase.FORWARD) for j in node.weights]
+        if node.buffer is not None and held:
+            inputs.append(held[node.buffer % buffers])
+        outputs = [build.value(f"y{i}_{j}", node.width) for j in range(node.outputs)]
+        kind = OpKind.RANDOM if node.random else OpKind.COMPUTE
+        build.op(f"f{i}", inputs, outputs, Phase.FORWARD, module, kind, node.workspace)
+        activations += outputs
+        if node.buffer is not None and held:
+            build.value(f"new{i}", 2, dtype="int64")
+            build.op(f"new{i}", [held[node.buffer % buffers]], [f"new{i}"], Phase.FORWARD, module, OpKind.COMPUTE)
+            build.op(f"write{i}", [f"new{i}", held[node.buffer % buffers]], [], Phase.FORWARD, module, OpKind.WRITE)
+    build.op("loss", [activations[-1], constant], [build.value("loss", 1)], Phase.FORWARD, "", OpKind.COMPUTE)
+    build.op("d", ["loss"], [build.value("d", 64)], Phase.BACKWARD, "", OpKind.COMPUTE)
+    upstream = "d"
+    parts: dict[int, list[str]] = {}
+    for i, node in reversed(tuple(enumerate(nodes))):
+        used = sorted({j % len(params) for j in node.weights})
+        made = []
+        for j in used:
+            if not params[j].frozen:
+                made.append(build.value(f"g{i}_{j}", params[j].numel, dtype=params[j].dtype))
+                parts.setdefault(j, []).append(made[-1])
+        inputs = [upstream]
+        if node.saved:
+            inputs += [activations[j % len(activations)] for j in node.inputs]
+        if node.backward:
+            inputs += [weight(j, node, Phase.BACKWARD) for j in node.weights]
+        upstream = build.value(f"d{i}", node.width)
+        build.op(f"b{i}", inputs, [*made, upstream], Phase.BACKWARD, f"units.{i}", OpKind.COMPUTE, node.workspace)
+    tensors = []
+    for j, param in enumerate(params):
+        grad = None
+        for k, piece in enumerate(parts.get(j, ())):
+            if grad is None:
+                grad = piece
+                continue
+            total = build.value(f"s{j}_{k}", param.numel, dtype=param.dtype)
+            build.op(total, [grad, piece], [total], Phase.BACKWARD, "", OpKind.COMPUTE)
+            grad = total
+        group = None if param.frozen else param.group
+        module = f"units.{param.unit}"
+        tensors.append(
+            Tensor(names[j], (names[j],), (param.numel,), param.dtype, module, not param.frozen, grad, group)
+        )
+    return Graph(
+        tensors=tuple(tensors),
+        values=build.values,
+        storages=build.storages,
+        ops=tuple(build.ops),
+        outputs=("loss", *activations[1:2]) if aux else ("loss",),
+        buffers=held,
+        batch=(x,),
+        constants=(constant,),
+        optimizer=ADAM,
+    )
+
+
+def lines(program: Program) -> str:
+    """A program as text, one instruction a line: what goldens hold."""
+    caps = program.caps
+    head = [f"entry {' '.join(program.entry)}", f"exit {' '.join(program.exit)}"]
+    head += [f"caps {caps.gathers} gathers, {caps.reductions} reductions"]
+    body = [f"{index:3d} {instruction!r}" for index, instruction in enumerate(program.instructions)]
+    return "\n".join([*head, *body]) + "\n"
 
 
 def own(graph: Graph, *, world: int, stage: int | Sequence[int] = 3, bucket_nbytes: int = 1) -> Ownership:

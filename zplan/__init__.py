@@ -15,22 +15,27 @@ if TYPE_CHECKING:
         ZplanError,
     )
     from zplan.planner.plan import Plan
+    from zplan.planner.show import compare_text as compare
+    from zplan.planner.stages import STAGES
     from zplan.runtime.step import TrainStep
 
+# Where each public name lives, and what it is called there.
 _HOME = {
-    "AgreementError": "zplan.errors",
-    "BudgetError": "zplan.errors",
-    "CheckError": "zplan.errors",
-    "Job": "zplan.api",
-    "Plan": "zplan.planner.plan",
-    "SpecError": "zplan.errors",
-    "StateError": "zplan.errors",
-    "TraceError": "zplan.errors",
-    "TrainStep": "zplan.runtime.step",
-    "ZplanError": "zplan.errors",
-    "annotate": "zplan.api",
-    "compile": "zplan.api",
-    "plan": "zplan.api",
+    "AgreementError": ("zplan.errors", "AgreementError"),
+    "BudgetError": ("zplan.errors", "BudgetError"),
+    "CheckError": ("zplan.errors", "CheckError"),
+    "Job": ("zplan.api", "Job"),
+    "Plan": ("zplan.planner.plan", "Plan"),
+    "STAGES": ("zplan.planner.stages", "STAGES"),
+    "SpecError": ("zplan.errors", "SpecError"),
+    "StateError": ("zplan.errors", "StateError"),
+    "TraceError": ("zplan.errors", "TraceError"),
+    "TrainStep": ("zplan.runtime.step", "TrainStep"),
+    "ZplanError": ("zplan.errors", "ZplanError"),
+    "annotate": ("zplan.api", "annotate"),
+    "compare": ("zplan.planner.show", "compare_text"),
+    "compile": ("zplan.api", "compile"),
+    "plan": ("zplan.api", "plan"),
 }
 
 __all__ = [
@@ -38,6 +43,7 @@ __all__ = [
     "BudgetError",
     "CheckError",
     "Job",
+    "STAGES",
     "Plan",
     "SpecError",
     "StateError",
@@ -45,6 +51,7 @@ __all__ = [
     "TrainStep",
     "ZplanError",
     "annotate",
+    "compare",
     "compile",
     "plan",
 ]
@@ -55,7 +62,8 @@ def __getattr__(name: str) -> Any:
     """Loads a name when it is first asked for: planning alone then never imports torch."""
     if name not in _HOME:
         raise AttributeError(f"module 'zplan' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    module, attribute = _HOME[name]
+    return getattr(importlib.import_module(module), attribute)
 
 
 def __dir__() -> list[str]:

@@ -1,5 +1,6 @@
 """Bytes and elements, read from what people write and printed as people read them."""
 
+import math
 import re
 
 from zplan.errors import SpecError
@@ -41,7 +42,10 @@ def parse_size(size: int | str, *, what: str = "size") -> int:
         factor = DECIMAL.get(unit) or BINARY.get(unit)
         if match is None or factor is None:
             raise SpecError(f"{what} {size!r} is no size: write bytes, '25MB' or '80GiB'")
-        nbytes = round(float(match.group(1)) * factor)
+        exact = float(match.group(1)) * factor
+        if math.isinf(exact):
+            raise SpecError(f"{what} {size!r} is no size: no machine holds that much")
+        nbytes = round(exact)
     if nbytes <= 0:
         raise SpecError(f"{what} {size!r} must be above zero")
     return nbytes

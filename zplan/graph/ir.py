@@ -174,7 +174,10 @@ class Graph:
             [
                 [(t.name, t.aliases, t.shape, t.dtype, t.trainable, t.grad, t.group) for t in self.tensors],
                 sorted((v.name, v.shape, v.dtype, v.storage) for v in self.values.values()),
-                [(op.name, op.target, op.inputs, op.outputs, op.phase.value, op.kind.value, op.literals) for op in self.ops],
+                [
+                    (op.name, op.target, op.inputs, op.outputs, op.phase.value, op.kind.value, op.literals)
+                    for op in self.ops
+                ],
                 [self.outputs, self.buffers, self.batch, self.constants, self.device, self.optimizer.name],
             ]
         )

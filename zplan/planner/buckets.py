@@ -82,9 +82,7 @@ class Bucket:
         return self.world == 1 or self.policy.state is Residency.WHOLE
 
 
-def make_buckets(
-    graph: Graph, choices: Mapping[str, Choice], *, world: int, bucket_nbytes: int
-) -> tuple[Bucket, ...]:
+def make_buckets(graph: Graph, choices: Mapping[str, Choice], *, world: int, bucket_nbytes: int) -> tuple[Bucket, ...]:
     """Lays every parameter of the model out, in order of first use, cut at the borders of units.
 
     A bucket holds one dtype, one stage, and only tensors that train or only tensors that do not. Units are put

@@ -1,21 +1,23 @@
 """Check: the laws of a valid program, walked instruction by instruction.
 
-    1  every value read is whole and not in flight
-    2  every collective is waited for exactly once
-    3  every gradient reaches the update reduced, exactly once
-    4  nothing is freed twice, used after its free, or freed while a view of it is alive
-    5  at exit exactly the declared residents are left
-    6  collectives have one order: within a kind, ids rise from launch to launch
-    7  no random op and no op that writes a buffer runs twice, or is left out
-    8  at stage 3 nothing whole of a parameter crosses from forward to backward
-    9  frozen and unused parameters have no gradient traffic
-    10 gathers and reductions in flight stay within their caps
+1  every value read is whole, not in flight, and no parameter is read once the update has written it
+2  every collective is waited for exactly once
+3  every gradient reaches the update reduced, exactly once, and there is one update
+4  nothing is freed twice, used after its free, or freed while a view of it is alive
+5  at entry exactly the residents of the buckets are there, at exit the same and the outputs
+6  collectives have one order: within a kind, ids rise from launch to launch
+7  no op is left out; random ops and ops that write a buffer run once, in the order of the graph, and a buffer is
+   read on that side of its writes where the graph reads it
+8  forward runs before backward, and at stage 3 nothing whole of a parameter crosses from one to the other
+9  frozen and unused parameters have no gradient traffic
+10 gathers and reductions in flight stay within their caps
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from zplan.errors import CheckError
-from zplan.graph.ir import OpKind
+from zplan.graph.ir import Graph, Op, OpKind, Phase
 from zplan.planner.program import (
     AllReduce,
     Free,
@@ -24,6 +26,7 @@ from zplan.planner.program import (
     Instruction,
     Launch,
     Pack,
+    Position,
     Program,
     ReduceScatter,
     Run,
@@ -31,7 +34,9 @@ from zplan.planner.program import (
     Wait,
     flat,
     gradient,
+    is_chain,
     makes,
+    part,
     takes,
     whole,
 )
@@ -42,6 +47,7 @@ EXCERPT = 5
 def check(program: Program) -> Program:
     """Returns the program as it is, or raises `CheckError` with the law, the instruction and those around it."""
     walk = _Walk(program)
+    walk.begin()
     for index, instruction in enumerate(program.instructions):
         walk.index = index
         if index == program.boundary:
@@ -69,9 +75,33 @@ class _Walk:
     reduced: set[str] = field(default_factory=set)
     updated: set[str] = field(default_factory=set)
     views: dict[str, set[str]] = field(default_factory=dict)
+    effects: "_Effects" = field(init=False)
+    due: Mapping[str, Mapping[str, int]] = field(init=False)
+    backward: str = ""
 
     def __post_init__(self) -> None:
         self.live.update(self.program.entry)
+        self.effects = _Effects(self.program.graph)
+        self.due = _due(self.program.graph)
+
+    def begin(self) -> None:
+        """Names, and law 5 at entry. Between micro-batches more is held: those programs' residents are as they say."""
+        program = self.program
+        for self.index, instruction in enumerate(program.instructions):
+            if isinstance(instruction, Run) and instruction.op not in program.graph.op:
+                self.fail(1, f"there is no op {instruction.op}")
+        self.index = 0
+        if program.position is not Position.ONLY:
+            return
+        graph = program.graph
+        held = {whole(b.name) if b.whole_at_rest else part(b.name) for b in program.ownership.buckets}
+        held.update(graph.buffers, graph.constants, graph.batch)
+        for what, declared, due in (
+            ("entry", set(program.entry), held),
+            ("exit", set(program.exit), held.union(graph.outputs)),
+        ):
+            for value in sorted(declared ^ due):
+                self.fail(5, f"{value} is " + (f"declared at {what}" if value in declared else f"missing at {what}"))
 
     # One step
 
@@ -91,14 +121,21 @@ class _Walk:
                 self.launch(instruction)
 
     def run(self, name: str) -> None:
-        op = self.program.graph.op.get(name)
-        if op is None:
-            self.fail(1, f"there is no op {name}")
+        op = self.program.graph.op[name]
         self.runs[name] = self.runs.get(name, 0) + 1
         if self.runs[name] > 1 and op.kind in (OpKind.RANDOM, OpKind.WRITE):
             self.fail(7, f"{op.kind.value} op {name} ({op.target}) runs twice")
+        if op.phase is Phase.BACKWARD:
+            self.backward = self.backward or name
+        elif self.backward and self.runs[name] == 1 and not is_chain(self.program.graph, op):
+            self.fail(8, f"forward op {name} runs after backward op {self.backward}")
         for value in op.inputs:
             self.read(value)
+        found = self.effects.before(op)
+        for what, due in self.due.get(name, {}).items():
+            if found[what] != due:
+                self.fail(7, f"{name} ({op.target}) comes after {found[what]} {what}, in the graph after {due}")
+        self.effects.after(op)
         for value in op.outputs:
             self.make(value)
 
@@ -110,9 +147,9 @@ class _Walk:
             self.fail(6, f"collective {launch.id} is launched after {self.newest[kind]}")
         self.launched[launch.id] = kind
         self.newest[kind] = launch.id
-        self.read(takes(launch))
         if not isinstance(launch, Gather):
             self.trained(launch.bucket)
+        self.read(takes(launch))
         if isinstance(launch, (ReduceScatter, AllReduce)):
             if launch.bucket in self.reduced:
                 self.fail(3, f"the gradients of {launch.bucket} are reduced twice")
@@ -162,6 +199,11 @@ class _Walk:
         self.make(flat(name))
 
     def update(self, names: tuple[str, ...]) -> None:
+        if self.updated:
+            self.fail(3, "the update comes twice: the optimizer steps once")
+        for launch in self.flying.values():
+            if isinstance(launch, Gather) and launch.bucket in names:
+                self.fail(1, f"{takes(launch)} is updated while collective {launch.id} reads it")
         for name in names:
             self.trained(name)
             bucket = self.program.bucket(name)
@@ -192,7 +234,7 @@ class _Walk:
             if bucket.trains and bucket.name not in self.updated:
                 self.fail(3, f"the gradients of {bucket.name} never reach the update")
         for op in program.graph.ops:
-            if op.kind in (OpKind.RANDOM, OpKind.WRITE) and op.name not in self.runs:
+            if op.name not in self.runs and not is_chain(program.graph, op):
                 self.fail(7, f"{op.kind.value} op {op.name} ({op.target}) never runs")
         left, declared = self.live, set(program.exit)
         for value in sorted(left - declared):
@@ -205,6 +247,10 @@ class _Walk:
     def read(self, value: str) -> None:
         tensor = value in self.program.graph.tensor
         held = whole(self.program.ownership.home[value]) if tensor else value
+        owner, _, of = value.partition(":")
+        origin = frozenset({owner}) if of == "part" else self.program.home.get(value, frozenset())
+        for bucket in sorted(origin & self.updated):
+            self.fail(1, f"{value} is read after the update of {bucket}")
         if held in self.live:
             return
         for launch in self.flying.values():
@@ -239,3 +285,43 @@ class _Walk:
         raise CheckError(f"law {law}: {what}\n" + "\n".join(lines) + "\nThis is a fault of zplan: please report it.")
 
 
+class _Effects:
+    """Draws and writes so far, where programs must agree with their graph; a buffer's writes go by its name."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._values = graph.values
+        self._buffers = {graph.values[name].storage: name for name in graph.buffers}
+        self._count = {"draws": 0, **{self._of(name): 0 for name in graph.buffers}}
+
+    def before(self, op: Op) -> Mapping[str, int]:
+        """What has been done, of what the op depends on."""
+        keys = [self._of(name) for name in self._touched(op)] + ["draws"] * (op.kind is OpKind.RANDOM)
+        return {key: self._count[key] for key in keys}
+
+    def after(self, op: Op) -> None:
+        if op.kind is OpKind.RANDOM:
+            self._count["draws"] += 1
+        elif op.kind is OpKind.WRITE:
+            for name in self._touched(op):
+                self._count[self._of(name)] += 1
+
+    def _touched(self, op: Op) -> list[str]:
+        if not self._buffers:
+            return []
+        storages = dict.fromkeys(self._values[name].storage for name in op.inputs)
+        return [self._buffers[storage] for storage in storages if storage in self._buffers]
+
+    @staticmethod
+    def _of(buffer: str) -> str:
+        return f"writes of {buffer}"
+
+
+def _due(graph: Graph) -> Mapping[str, Mapping[str, int]]:
+    """Op name -> draws and writes before it in the graph."""
+    effects = _Effects(graph)
+    due: dict[str, Mapping[str, int]] = {}
+    for op in graph.ops:
+        if found := effects.before(op):
+            due[op.name] = found
+        effects.after(op)
+    return due

@@ -67,13 +67,18 @@ def _phases(graph: Graph) -> tuple[list[Op], list[Op]]:
     made: dict[Phase, set[str]] = {Phase.FORWARD: set(), Phase.BACKWARD: set()}
 
     def emit(name: str, phase: Phase) -> None:
-        chain = []
-        while name in maker and maker[name].name not in made[phase]:
-            op = maker[name]
-            chain.append(op)
+        todo = [name]
+        while todo:
+            op = maker.get(todo[-1])
+            if op is None or op.name in made[phase]:
+                todo.pop()
+                continue
+            missing = [each for each in op.inputs if each in maker and maker[each].name not in made[phase]]
+            if missing:
+                todo += reversed(missing)
+                continue
             made[phase].add(op.name)
-            name = op.inputs[0]
-        phases[phase] += reversed(chain)
+            phases[phase].append(op)
 
     for op in graph.ops:
         if is_chain(graph, op):

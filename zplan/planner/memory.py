@@ -261,16 +261,14 @@ def staging(id: int) -> str:
 def staging_nbytes(launch: Launch, bucket: Bucket, *, device: str) -> int:
     """What a backend holds from launch to wait besides what the instruction takes and makes.
 
-    gloo (measured on torch 2.13): an all-gather fills a second buffer of the whole size on its own thread and clones
-    its input; the all-to-all that a reduce-scatter is made of receives into a buffer of the whole size, and has no
+    gloo (measured on torch 2.13): an all-gather clones its input, lets go of it, and fills a second buffer of the whole
+    size on its own thread; the all-to-all that a reduce-scatter is made of receives into a buffer of the whole size, and has no
     staging of its own. NCCL reads and writes in place.
     """
     if device != "cpu":
         return 0
     match launch:
-        case Gather() | GatherGradient():
-            return bucket.nbytes + bucket.part_nbytes
-        case ReduceScatter():
+        case Gather() | GatherGradient() | ReduceScatter():
             return bucket.nbytes
     return 0
 

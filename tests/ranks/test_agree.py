@@ -1,0 +1,78 @@
+"""Ranks that differ or fail end with the same words, at once."""
+
+import pytest
+import torch
+from torch import nn
+
+import zplan
+from zplan.runtime.comm import Comm
+
+
+def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def compiled(comm: Comm, *, width: int = 8, rows: int = 4, fail_on: int | None = None, **options) -> str:
+    model = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 1))
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        if fail_on in (comm.rank, -1):
+            raise ValueError("my own words")
+        return loss_fn(model, batch)
+
+    adamw = torch.optim.AdamW
+    try:
+        zplan.compile(model, loss, torch.ones(rows, 8), optimizer=adamw, group=comm.group, **options)
+    except zplan.ZplanError as error:
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+def other_stage(comm: Comm) -> str:
+    return compiled(comm, stage=1 if comm.rank == 1 else 2)
+
+
+def other_width(comm: Comm) -> str:
+    return compiled(comm, stage=2, width=8 + 8 * (comm.rank == 2))
+
+
+def other_rows(comm: Comm) -> str:
+    return compiled(comm, stage=2, rows=4 + comm.rank)
+
+
+def one_fails(comm: Comm) -> str:
+    return compiled(comm, stage=2, fail_on=1)
+
+
+def all_fail(comm: Comm) -> str:
+    return compiled(comm, stage=2, fail_on=-1)
+
+
+def all_ask_for_stage_5(comm: Comm) -> str:
+    return compiled(comm, stage=5)
+
+
+@pytest.mark.parametrize(
+    ("function", "world", "words"),
+    [
+        (other_stage, 2, ["AgreementError: the ranks hold different plans", "stage=2", "stage=1", "on rank 1"]),
+        (other_width, 3, ["first difference: rank 0 has parameter 0.weight: fp32[8, 8]", "rank 2 has", "[16, 8]"]),
+        (other_rows, 2, ["rank 0 has batch batch: fp32[4, 8]", "rank 1 has batch batch: fp32[5, 8]"]),
+        (one_fails, 3, ["AgreementError: 1 of 3 ranks failed, 2 did not", "rank 1: TraceError", "my own words"]),
+        (all_fail, 2, ["TraceError", "my own words"]),
+        (all_ask_for_stage_5, 2, ["SpecError: stage 5 does not exist: there are 0, 1, 2 and 3"]),
+    ],
+)
+def test_every_rank_ends_with_the_same_words(pool, function, world, words) -> None:
+    found = pool.run(world, function)
+    assert len(set(found)) == 1, found
+    for each in words:
+        assert each in found[0]
+
+
+def test_ranks_that_agree_go_on(pool) -> None:
+    assert pool.run(3, compiled_at_2) == ["fine"] * 3
+
+
+def compiled_at_2(comm: Comm) -> str:
+    return compiled(comm, stage=2)

@@ -1,0 +1,135 @@
+"""One training run, sharded on the ranks of a pool or unsharded in one process, to be compared bit for bit."""
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import zplan
+from tests import models
+from zplan.runtime.comm import Comm
+
+STEPS = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained. Every field can be pickled: ranks build the model themselves."""
+
+    make: Callable[[], torch.nn.Module]
+    loss_fn: Callable[..., Any]
+    batch: Callable[[int], Any]
+    optimizer: Callable[..., torch.optim.Optimizer] = functools.partial(
+        torch.optim.AdamW, lr=3e-3, weight_decay=0.05, foreach=False
+    )
+    stages: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run gives: losses of each step of one rank, and the whole model at the end."""
+
+    losses: list[torch.Tensor]
+    tensors: dict[str, torch.Tensor]
+
+
+def build(case: Case) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = case.make()
+    for name, stage in case.stages.items():
+        zplan.annotate(model.get_submodule(name), stage=stage)
+    return model
+
+
+def seed(step: int, rank: int) -> int:
+    """Of dropout, and of the batch: another one on each rank in each step."""
+    return 1000 * step + rank
+
+
+def sharded(comm: Comm, case: Case, options: dict[str, Any]) -> Run:
+    """On every rank of a pool."""
+    model = build(case)
+    step = zplan.compile(
+        model, case.loss_fn, case.batch(seed(0, comm.rank)), optimizer=case.optimizer, group=comm.group, **options
+    )
+    losses = []
+    for i in range(STEPS):
+        torch.manual_seed(seed(i, comm.rank))
+        losses.append(step(case.batch(seed(i, comm.rank))))
+    return Run(losses, step.full_state_dict())
+
+
+def unsharded(case: Case, world: int) -> list[Run]:
+    """One process: a replica for each rank; gradients averaged in rank order, 16 bit in fp32 and rounded once."""
+    torch.set_num_threads(1)
+    replicas = [build(case)]
+    replicas += [copy.deepcopy(replicas[0]) for _ in range(world - 1)]
+    trained = [[p for p in replica.parameters() if p.requires_grad] for replica in replicas]
+    optimizers = [case.optimizer([(n, p) for n, p in r.named_parameters() if p.requires_grad]) for r in replicas]
+    losses: list[list[torch.Tensor]] = [[] for _ in replicas]
+    for i in range(STEPS):
+        for rank, replica in enumerate(replicas):
+            torch.manual_seed(seed(i, rank))
+            loss = case.loss_fn(replica, case.batch(seed(i, rank)))
+            loss.backward()
+            losses[rank].append(loss.detach())
+        for shared in zip(*trained, strict=True):
+            average = mean_gradient([p.grad for p in shared])
+            for parameter in shared:
+                parameter.grad = None if average is None else average.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [Run(kept, dict(replicas[0].state_dict())) for kept in losses]
+
+
+def mean_gradient(grads: list[torch.Tensor | None]) -> torch.Tensor | None:
+    if grads[0] is None:
+        return None
+    total = functools.reduce(torch.add, [g.float() for g in grads])
+    return (total / len(grads)).to(grads[0].dtype)
+
+
+def assert_same(found: Run, expected: Run) -> None:
+    """Bit for bit, every loss, every parameter and every buffer."""
+    assert list(found.tensors) == list(expected.tensors)
+    for i, (mine, theirs) in enumerate(zip(found.losses, expected.losses, strict=True)):
+        assert torch.equal(mine, theirs), f"loss of step {i}: {mine} instead of {theirs}"
+    for name, tensor in expected.tensors.items():
+        assert found.tensors[name].dtype == tensor.dtype, name
+        assert torch.equal(found.tensors[name], tensor), f"{name} differs"
+
+
+def gpt() -> torch.nn.Module:
+    return models.GPT(vocab=61, width=24, layers=3, heads=2, context=16, dropout=0.1)
+
+
+def odd() -> torch.nn.Module:
+    # torch says that it leaves the linear without outputs as it is.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return models.OddMLP()
+
+
+def gpt_batch(seed: int) -> Any:
+    return gpt().make_batch(seed)
+
+
+def odd_batch(seed: int) -> Any:
+    return odd().make_batch(seed)
+
+
+def odd_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    return models.OddMLP.loss_fn(model, batch)[0]
+
+
+CASES = {
+    "gpt": Case(gpt, models.GPT.loss_fn, gpt_batch),
+    "odd": Case(odd, odd_loss, odd_batch),
+    "gpt mixed": Case(gpt, models.GPT.loss_fn, gpt_batch, stages={"embed": 0, "blocks.0": 1, "blocks.2.up": 2}),
+    "odd mixed": Case(odd, odd_loss, odd_batch, stages={"twice": 0, "norm": 1, "low": 2, "frozen": 3}),
+}

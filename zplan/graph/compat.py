@@ -1,0 +1,200 @@
+"""Every private torch name that zplan leans on, alone, so that a new torch breaks one file.
+
+Tested on torch 2.13.0. Beside each name: what it does here, and what is known to move.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.utils.checkpoint
+from torch import fx, nn
+from torch._dispatch.python import enable_python_dispatcher  # 2.13
+from torch._subclasses.fake_tensor import (  # 2.13
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch._subclasses.functional_tensor import (  # 2.13; 2.14 adds an argument to dispatch_functionalize
+    FunctionalTensorMode,
+    dispatch_functionalize,
+)
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx  # 2.13
+from torch.nn.utils.stateless import _reparametrize_module  # 2.13
+from torch.utils import _pytree as pytree  # 2.13
+from torch.utils._python_dispatch import TorchDispatchMode  # 2.13
+
+__all__ = [
+    "BACKWARD_OF_MODULE",
+    "DATA_DEPENDENT",
+    "UNSUPPORTED",
+    "TorchDispatchMode",
+    "boxed_hooks",
+    "capture",
+    "compiling_state",
+    "containers",
+    "dropout_of",
+    "fake_mode",
+    "forward_hooks",
+    "functional_collectives",
+    "is_mutable",
+    "is_op",
+    "on_new_node",
+    "pytree",
+    "reparametrize",
+    "sequence_number",
+    "sequence_number_of",
+    "storage_key",
+    "straight_through_checkpoint",
+    "tensor_hooks",
+]
+
+# 2.13: torch.ops._c10d_functional; all its ops take the group's name as a `str`.
+functional_collectives = torch.ops._c10d_functional
+
+# 2.13: what a fake tensor raises when an op needs values (`.item()`, `if tensor:`, `nonzero()`).
+DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
+UNSUPPORTED = UnsupportedOperatorException
+
+# 2.13: attributes of a Module that hold its backward hooks.
+BACKWARD_OF_MODULE = ("_backward_hooks", "_backward_pre_hooks")
+
+
+def fake_mode() -> FakeTensorMode:
+    """Tensors without memory; real tensors met on the way are read for their shape only."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def compiling_state() -> Iterator[None]:
+    """`torch.compiler.is_compiling()` and `is_exporting()` are true inside, as under `torch.export`. 2.13: two flags."""
+    with (
+        patch.object(torch.compiler, "_is_compiling_flag", True),
+        patch.object(torch.compiler, "_is_exporting_flag", True),
+    ):
+        yield
+
+
+def reparametrize(module: nn.Module, tensors: dict[str, torch.Tensor]) -> AbstractContextManager[None]:
+    """`module` holds `tensors` inside; an alias of a tied tensor follows its first name."""
+    return _reparametrize_module(module, tensors, tie_weights=True)
+
+
+def capture(fn: Callable[..., Any], arguments: tuple[Any, ...], mode: FakeTensorMode) -> fx.GraphModule:
+    """Returns fn as one functional graph of ATen ops; its arguments and outputs are pytrees of tensors.
+
+    The mode of `dispatch_functionalize` is a fresh one: its default is shared by everyone in the process.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(compiling_state())
+        stack.enter_context(mode)
+        stack.enter_context(enable_python_dispatcher())
+        stack.enter_context(fx.traceback.preserve_node_meta())
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        graph_module: fx.GraphModule = make_fx(dispatch_functionalize(fn, FunctionalTensorMode()))(*arguments)
+    return graph_module
+
+
+@contextmanager
+def on_new_node(note: Callable[[fx.Node, torch.Tensor | None], None]) -> Iterator[None]:
+    """Inside a capture: calls `note` with each node as it is made, and the tensor behind it if it is a constant.
+
+    Wraps the running tracer, this object only.
+    """
+    mode = get_proxy_mode()
+    assert mode is not None, "on_new_node outside of a capture"
+    tracer: Any = mode.tracer
+    create = tracer.create_node
+
+    def create_node(*args: Any, **kwargs: Any) -> fx.Node:
+        node: fx.Node = create(*args, **kwargs)
+        note(node, getattr(tracer.root, str(node.target)) if node.op == "get_attr" else None)
+        return node
+
+    tracer.create_node = create_node
+    try:
+        yield
+    finally:
+        del tracer.create_node
+
+
+def sequence_number() -> int:
+    """What autograd will number its next node with, in this thread. 2.13."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def sequence_number_of(grad_fn: Any) -> int:
+    """2.13: nodes of autograd carry the number they were made with."""
+    return int(grad_fn._sequence_nr())
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The same for tensors that share memory, fake ones too; unique while one of them is alive. 2.13."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def tensor_hooks(tensor: torch.Tensor) -> bool:
+    """Whether `register_hook` or `register_post_accumulate_grad_hook` left something on a tensor. 2.13."""
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def boxed_hooks(module: nn.Module) -> bool:
+    """Whether a module has backward hooks. 2.13."""
+    return any(getattr(module, name, None) for name in BACKWARD_OF_MODULE)
+
+
+def containers(module: nn.Module) -> list[Any]:
+    """The dicts and sets in which a module keeps parameters, buffers and submodules. 2.13."""
+    return [vars(module)[name] for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")]
+
+
+def is_op(target: Any) -> bool:
+    """Whether a call's target is one operator, not one that holds a graph of its own. 2.13."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
+def is_mutable(target: Any) -> bool:
+    """Whether an ATen op writes into an argument. 2.13."""
+    return bool(target._schema.is_mutable)
+
+
+def dropout_of(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float | None:
+    """The `dropout_p` of a call, None where the op has none. 2.13."""
+    for i, argument in enumerate(target._schema.arguments):
+        if argument.name == "dropout_p":
+            value = kwargs.get("dropout_p", args[i] if i < len(args) else argument.default_value)
+            return float(value)
+    return None
+
+
+def forward_hooks(module: nn.Module) -> tuple[Any, ...]:
+    """A module's own forward pre-hooks. 2.13."""
+    hooks: Mapping[int, Any] = module._forward_pre_hooks
+    return tuple(hooks.values())
+
+
+@contextmanager
+def straight_through_checkpoint(note: Callable[[Any], None]) -> Iterator[None]:
+    """`torch.utils.checkpoint` calls its function and does nothing else inside; `note` gets the function.
+
+    Traced as it is, a checkpointed region redraws its dropout masks: silently wrong gradients. User code holds
+    `checkpoint` itself, so the two things it calls are swapped, for the time of one trace. 2.13.
+    """
+
+    def once(fn: Any, *_: Any, **__: Any) -> Iterator[None]:
+        note(fn)
+        yield
+
+    def apply(fn: Any, preserve_rng_state: bool, *args: Any) -> Any:
+        note(fn)
+        return fn(*args)
+
+    module = torch.utils.checkpoint
+    with (
+        patch.object(module, "_checkpoint_without_reentrant_generator", once),
+        patch.object(module.CheckpointFunction, "apply", apply),
+    ):
+        yield

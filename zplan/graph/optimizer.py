@@ -1,0 +1,201 @@
+"""Optimizer: which parameters a user's optimizer trains, and what a step of it keeps and takes, measured not assumed.
+
+An optimizer that works element by element does the same on slices of flat buffers as on whole parameters.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+from zplan.errors import SpecError
+from zplan.graph import compat
+from zplan.graph.ir import Group, Optimizer
+from zplan.graph.lift import dtype_name
+
+Factory = Callable[[list[tuple[str, nn.Parameter]]], optim.Optimizer]
+
+ELEMENT_WISE: tuple[type[optim.Optimizer], ...] = (
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.NAdam,
+    optim.RAdam,
+    optim.Adamax,
+    optim.Adagrad,
+    optim.Adadelta,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.ASGD,
+)
+# Elements of a synthetic slice. Large on meta, where they cost nothing, so that scalars of a step vanish in rounding.
+_ON_META = 1 << 20
+_ON_CPU = 1 << 12
+
+
+def groups_of(factory: Factory | None, model: nn.Module) -> tuple[optim.Optimizer, dict[str, int]]:
+    """Calls the factory with the model's trainable parameters, on meta, by name. Returns it and name -> group index."""
+    given = [
+        (name, nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")))
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    ]
+    if not given:
+        raise SpecError("the model has no trainable parameter: nothing for an optimizer to do")
+    make: Factory = optim.AdamW if factory is None else factory  # type: ignore[assignment]
+    try:
+        optimizer = make(given)
+    except Exception as error:
+        raise SpecError(
+            f"the optimizer factory raised {type(error).__name__}: {error}\n"
+            "it is called with [(name, parameter), ...], as functools.partial(torch.optim.AdamW, lr=3e-4) takes it"
+        ) from error
+    if not isinstance(optimizer, optim.Optimizer):
+        kind = type(optimizer).__name__
+        raise SpecError(f"the optimizer factory returned a {kind}, not a torch.optim.Optimizer")
+    if type(optimizer) not in ELEMENT_WISE:
+        known = ", ".join(kind.__name__ for kind in ELEMENT_WISE)
+        raise SpecError(
+            f"{type(optimizer).__name__} is not known to work element by element, and each rank owns slices of parameters: "
+            f"it would be silently wrong\nwhole-matrix ownership does not exist yet; try one of {known}"
+        )
+    names = {id(parameter): name for name, parameter in given}
+    groups: dict[str, int] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise SpecError(
+                    f"optimizer group {index} holds a parameter of shape {tuple(parameter.shape)} that is not the model's\n"
+                    "build the groups from the (name, parameter) pairs the factory is called with"
+                )
+            groups[names[id(parameter)]] = index
+    return optimizer, groups
+
+
+def rebind(optimizer: optim.Optimizer, slices: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Gives group i `slices[i]` in place of its parameters; groups, their order and options stay. State starts anew."""
+    if len(slices) != len(optimizer.param_groups):
+        raise SpecError(f"{len(slices)} groups of slices for an optimizer with {len(optimizer.param_groups)} groups")
+    optimizer.state.clear()
+    for group, parameters in zip(optimizer.param_groups, slices, strict=True):
+        group["params"] = list(parameters)
+        group.pop("param_names", None)
+        if isinstance(optimizer, optim.Adagrad):  # the one that makes its state when it is built
+            for parameter in parameters:
+                start = group["initial_accumulator_value"]
+                step = torch.zeros((), dtype=torch.float32, device=parameter.device if group["fused"] else "cpu")
+                optimizer.state[parameter] = {"step": step, "sum": torch.full_like(parameter, start)}
+
+
+def measure(factory: Factory | None, model: nn.Module, *, device: str = "cpu") -> Optimizer:
+    """Facts of each (group, dtype), by real steps on synthetic slices. On CUDA the default is `foreach`, as in torch."""
+    optimizer, groups = groups_of(factory, model)
+    dtypes: dict[int, dict[torch.dtype, None]] = {}
+    for name, parameter in model.named_parameters():
+        if name in groups:
+            dtypes.setdefault(groups[name], {})[parameter.dtype] = None
+    facts = []
+    for index in sorted(dtypes):
+        options = _options(optimizer.param_groups[index])
+        for dtype in dtypes[index]:
+            facts.append(_facts(factory, model, index, dtype, options, device))
+    return Optimizer(type(optimizer).__name__, tuple(facts), assumed=factory is None)
+
+
+def _facts(
+    factory: Factory | None, model: nn.Module, index: int, dtype: torch.dtype, options: str, device: str
+) -> Group:
+    def run(where: str, *numels: int) -> "_Cost":
+        optimizer, _ = groups_of(factory, model)
+        if device == "cuda" and all(optimizer.param_groups[index].get(k) is None for k in ("foreach", "fused")):
+            optimizer.param_groups[index]["foreach"] = True
+        slices = [nn.Parameter(torch.zeros(numel, dtype=dtype, device=where)) for numel in numels]
+        return _two_steps(optimizer, index, slices)
+
+    try:
+        n, where = _ON_META, "meta"
+        one, twice, two, three = run(where, n), run(where, 2 * n), run(where, n, n), run(where, n, n, n)
+    except Exception:  # fused and a few others read values: a step of little slices on the CPU takes the same
+        n, where = _ON_CPU, "cpu"
+        try:
+            one, twice, two, three = run(where, n), run(where, 2 * n), run(where, n, n), run(where, n, n, n)
+        except Exception as error:
+            raise SpecError(f"a step of optimizer group {index} ({options}) raised {error}") from error
+    per_element = (twice.state - one.state) / n
+    # A loop over slices still holds the last slice's scratch when it makes the next one's: two slices against three
+    # tell that from scratch that grows with all of them. With a single slice this is an upper bound.
+    every = round((three.scratch - two.scratch) / n, 2)
+    return Group(
+        index=index,
+        dtype=dtype_name(dtype),
+        options=options,
+        state_per_element=per_element,
+        state_per_slice=one.state - n * per_element,
+        scratch_largest=round(two.scratch / n - 2 * every, 2),
+        scratch_all=every,
+    )
+
+
+@dataclass(frozen=True)
+class _Cost:
+    state: int
+    scratch: int
+
+
+def _two_steps(optimizer: optim.Optimizer, index: int, slices: list[nn.Parameter]) -> _Cost:
+    """State after the steps, and the scratch of the second one, when the state is there."""
+    rebind(optimizer, [slices if i == index else [] for i in range(len(optimizer.param_groups))])
+    for parameter in slices:
+        parameter.grad = torch.zeros_like(parameter)
+    with torch.enable_grad():
+        optimizer.step()
+        kept = {id(storage): storage.nbytes() for storage in _state(optimizer)}
+        with _Peak() as peak:
+            optimizer.step()
+    grown = sum(storage.nbytes() for storage in _state(optimizer)) - sum(kept.values())
+    return _Cost(sum(kept.values()) + grown, peak.nbytes - grown)
+
+
+def _state(optimizer: optim.Optimizer) -> Iterator[torch.UntypedStorage]:
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                yield value.untyped_storage()
+
+
+class _Peak(compat.TorchDispatchMode):
+    """The most bytes that were alive at once of storages made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+        self._alive = 0
+        self._seen: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {compat.storage_key(x) for x in _tensors((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            storage = tensor.untyped_storage()
+            key = compat.storage_key(tensor)
+            if key not in known and key not in self._seen:
+                self._seen[key] = storage.nbytes()
+                self._alive += storage.nbytes()
+                weakref.finalize(storage, self._gone, key)
+        self.nbytes = max(self.nbytes, self._alive)
+        return result
+
+    def _gone(self, key: int) -> None:
+        self._alive -= self._seen.pop(key)
+
+
+def _tensors(tree: Any) -> Iterable[torch.Tensor]:
+    return [leaf for leaf in compat.pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _options(group: Mapping[str, Any]) -> str:
+    shown = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return ", ".join(f"{key}={value}" for key, value in shown.items() if value is not None and value is not False)

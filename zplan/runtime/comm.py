@@ -1,0 +1,129 @@
+"""Comm: the collectives of one process group, as nodes of a graph and as calls.
+
+On gloo a reduce-scatter is an all-to-all and a sum in rank order: half the bytes and half the time of gloo's own,
+and the same bits whatever the bucket. NCCL uses its own.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zplan.graph.compat import functional_collectives
+
+
+@dataclass(frozen=True)
+class Comm:
+    """A process group, or None in a world of one."""
+
+    group: dist.ProcessGroup | None
+
+    @property
+    def world(self) -> int:
+        return 1 if self.group is None else self.group.size()
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else self.group.rank()
+
+    @property
+    def name(self) -> str:
+        return "" if self.group is None else self.group.group_name
+
+    def native(self, device: torch.device) -> bool:
+        """Whether the backend for this device reduces by itself: all but gloo do."""
+        return device.type != "cpu"
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Makes `tensor` on every rank that of the group's first rank."""
+        if self.group is not None:
+            dist.broadcast(tensor, group=self.group, group_src=0)
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """part: [n] on each rank -> [world * n]."""
+        if self.group is None:
+            return part
+        out = functional_collectives.all_gather_into_tensor(part, self.world, self.name)
+        whole: torch.Tensor = functional_collectives.wait_tensor(out)
+        return whole
+
+    def mean(self, value: torch.Tensor) -> torch.Tensor:
+        """value: the same shape on each rank -> its mean over ranks, summed in rank order."""
+        gathered = self.gather(value.detach().reshape(-1).contiguous())
+        return mean_in_rank_order(gathered, self.world).view(value.shape)
+
+    def exchange(self, item: Any) -> list[Any]:
+        """A small Python object of each rank, in rank order; pickled by torch between these ranks only."""
+        if self.group is None:
+            return [item]
+        items: list[Any] = [None] * self.world
+        dist.all_gather_object(items, item, group=self.group)
+        return items
+
+    def barrier(self) -> None:
+        if self.group is not None:
+            dist.barrier(group=self.group)
+
+
+Emit = Callable[..., Any]
+
+
+def start_gather(emit: Emit, comm: Comm, part: Any) -> Any:
+    return emit(functional_collectives.all_gather_into_tensor.default, (part, comm.world, comm.name))
+
+
+def start_reduce_scatter(emit: Emit, comm: Comm, flat: Any, part: int, *, native: bool) -> Any:
+    if native:
+        return emit(functional_collectives.reduce_scatter_tensor.default, (flat, "sum", comm.world, comm.name))
+    splits = [part] * comm.world
+    return emit(functional_collectives.all_to_all_single.default, (flat, splits, splits, comm.name))
+
+
+def start_all_reduce(emit: Emit, comm: Comm, flat: Any) -> Any:
+    return emit(functional_collectives.all_reduce_.default, (flat, "sum", comm.name))
+
+
+def finish(emit: Emit, started: Any) -> Any:
+    return emit(functional_collectives.wait_tensor.default, (started,))
+
+
+def mean_in_rank_order(received: torch.Tensor, world: int) -> torch.Tensor:
+    """received: [world * n], the same part from each rank -> [n], their mean.
+
+    16 bit is summed in fp32 and rounded once. The sum is `world - 1` explicit additions from rank 0 upward: a
+    reduction over a dimension adds in another order from 5 ranks on, and that order depends on the position.
+    """
+    parts = received.view(world, -1).unbind(0)
+    wide = torch.float32 if received.dtype in (torch.bfloat16, torch.float16) else received.dtype
+    if world == 1:
+        return parts[0].clone()
+    total = parts[0].to(wide) + parts[1].to(wide) if wide != received.dtype else parts[0] + parts[1]
+    for term in parts[2:]:
+        total += term
+    total /= world
+    return total.to(received.dtype)
+
+
+def mean_in_place(total: torch.Tensor, world: int) -> torch.Tensor:
+    """total: a sum over ranks, divided where it lies."""
+    return total.div_(world)
+
+
+def pack(grads: Sequence[torch.Tensor], offsets: Sequence[int], numel: int) -> torch.Tensor:
+    """Copies gradients of any shape and stride to their offsets in a new buffer [numel]; zeros elsewhere."""
+    flat = grads[0].new_empty(numel)
+    end = 0
+    for grad, offset in zip(grads, offsets, strict=True):
+        if offset > end:
+            flat[end:offset].zero_()
+        end = offset + grad.numel()
+        flat[offset:end].view(grad.shape).copy_(grad)
+    if end < numel:
+        flat[end:].zero_()
+    return flat
+
+
+def release(*values: object) -> None:
+    """The end of its arguments' lives: generated code drops each name after the last call that takes it."""

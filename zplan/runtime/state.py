@@ -1,0 +1,151 @@
+"""State: what a rank holds between steps, and the way between it and the user's model."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from zplan.errors import StateError
+from zplan.planner.buckets import Bucket, Slot
+from zplan.planner.ownership import Ownership
+from zplan.planner.program import part, whole
+from zplan.runtime.comm import Comm
+
+USE = "open `with step.whole_parameters() as model:` around it"
+
+
+class State:
+    """Flat parameters: [part] of a bucket that is sharded, [world * part] of one that is whole at rest.
+
+    Takes the parameters out of the model, one bucket at a time, and leaves `meta` ones in their places. The model's
+    buffers stay in the model; every step reads and writes them there.
+    """
+
+    def __init__(self, model: torch.nn.Module, ownership: Ownership, comm: Comm, *, sync: bool) -> None:
+        self.model = model
+        self.ownership = ownership
+        self.comm = comm
+        self.held: dict[str, torch.Tensor] = {}
+        self._requires_grad = {name: p.requires_grad for name, p in model.named_parameters()}
+        self._aliases = _aliases(model)
+        self._guards: list[torch.utils.hooks.RemovableHandle] = []
+        self.whole_is_out = False
+        parameters = dict(model.named_parameters())
+        for bucket in ownership.buckets:
+            flat = _flatten(bucket, parameters)
+            if sync:
+                comm.broadcast(flat)
+            if not bucket.whole_at_rest:
+                flat = flat[comm.rank * bucket.part : (comm.rank + 1) * bucket.part].clone()
+            self.held[bucket.name] = flat
+            for slot in bucket.slots:
+                del parameters[slot.tensor]
+                self._place(slot.tensor, torch.empty(slot.shape, dtype=flat.dtype, device="meta"))
+        if sync:
+            for buffer in model.buffers():
+                comm.broadcast(buffer)
+        self._guard()
+
+    def residents(self) -> dict[str, torch.Tensor]:
+        """Every flat part, every tensor of a bucket that is whole at rest, and every buffer, by value name."""
+        found = dict(self.model.named_buffers())
+        for bucket in self.ownership.buckets:
+            flat = self.held[bucket.name]
+            if bucket.whole_at_rest:
+                found[whole(bucket.name)] = flat
+                found |= {slot.tensor: _view(flat, slot) for slot in bucket.slots}
+            else:
+                found[part(bucket.name)] = flat
+        return found
+
+    def full(self) -> dict[str, torch.Tensor]:
+        """Whole parameters and persistent buffers under every name of the model, copied; a collective.
+
+        Buffers are rank 0's. Memory: the whole model, and one bucket besides.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        for bucket in self.ownership.buckets:
+            flat = self._gather(bucket)
+            for slot in bucket.slots:
+                copy = _view(flat, slot).clone()
+                tensors |= dict.fromkeys(self._aliases[slot.tensor], copy)
+        for name, buffer in self.model.state_dict().items():
+            if name not in tensors:
+                copy = buffer.detach().clone()
+                self.comm.broadcast(copy)
+                tensors[name] = copy
+        return {name: tensors[name] for name in self.model.state_dict()}
+
+    @contextmanager
+    def whole(self) -> Iterator[torch.nn.Module]:
+        """The model with its weights in place, on every rank; what is changed inside is dropped."""
+        if self.whole_is_out:
+            raise StateError("whole_parameters() is open already: leave it before you enter it again")
+        self.whole_is_out = True
+        self._unguard()
+        try:
+            for bucket in self.ownership.buckets:
+                flat = self._gather(bucket)
+                flat = flat.clone() if bucket.whole_at_rest else flat
+                for slot in bucket.slots:
+                    self._place(slot.tensor, _view(flat, slot))
+                del flat
+            yield self.model
+        finally:
+            for bucket in self.ownership.buckets:
+                for slot in bucket.slots:
+                    self._place(slot.tensor, torch.empty(slot.shape, dtype=self.held[bucket.name].dtype, device="meta"))
+            self._guard()
+            self.whole_is_out = False
+
+    def _gather(self, bucket: Bucket) -> torch.Tensor:
+        held = self.held[bucket.name]
+        return held if bucket.whole_at_rest else self.comm.gather(held)
+
+    def _place(self, name: str, tensor: torch.Tensor) -> None:
+        """Puts one new parameter wherever the model holds `name` or a name tied to it."""
+        parameter = torch.nn.Parameter(tensor, requires_grad=self._requires_grad[name])
+        for alias in self._aliases[name]:
+            module, _, leaf = alias.rpartition(".")
+            self.model.get_submodule(module).register_parameter(leaf, parameter)
+
+    def _guard(self) -> None:
+        for name, module in self.model.named_modules():
+            self._guards.append(module.register_forward_pre_hook(_refuse(name)))
+
+    def _unguard(self) -> None:
+        for handle in self._guards:
+            handle.remove()
+        self._guards.clear()
+
+    def release(self) -> None:
+        """Takes the guards off the model; its parameters stay on `meta`."""
+        self._unguard()
+
+
+def _refuse(name: str):  # type: ignore[no-untyped-def]
+    def refuse(module: torch.nn.Module, args: object) -> None:
+        what = f"{name} ({type(module).__name__})" if name else type(module).__name__
+        raise StateError(f"{what} was called, but zplan holds its weights in shards: {USE}")
+
+    return refuse
+
+
+def _aliases(model: torch.nn.Module) -> Mapping[str, tuple[str, ...]]:
+    """Parameter name -> every name it has, the first one first."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {group[0]: tuple(group) for group in names.values()}
+
+
+def _flatten(bucket: Bucket, parameters: Mapping[str, torch.nn.Parameter]) -> torch.Tensor:
+    first = parameters[bucket.slots[0].tensor]
+    flat = torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
+    for slot in bucket.slots:
+        _view(flat, slot).copy_(parameters[slot.tensor].detach())
+    return flat
+
+
+def _view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
+    return flat[slot.offset : slot.end].view(slot.shape)

@@ -1,0 +1,141 @@
+"""TrainStep: a compiled training step that owns the parameters and the optimizer's state."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from zplan.errors import SpecError, StateError
+from zplan.graph.trace import Trace
+from zplan.planner.plan import Plan
+from zplan.planner.program import Update
+from zplan.runtime.comm import Comm
+from zplan.runtime.optim import Shards
+from zplan.runtime.rewrite import inputs, rewrite
+from zplan.runtime.state import State
+
+
+class TrainStep:
+    """Forward, backward, collectives and update of one batch, exactly as `plan` says.
+
+    >>> # loss = step(batch)
+
+    Ends with `close()` or as a context manager: a barrier, then the process group if zplan made it.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        trace: Trace,
+        state: State,
+        optimizer: torch.optim.Optimizer,
+        comm: Comm,
+        *,
+        owns_group: bool = False,
+    ) -> None:
+        self.plan = plan
+        self.optimizer = optimizer
+        self.trace = trace
+        self._state = state
+        self._comm = comm
+        self._owns_group = owns_group
+        self._closed = False
+        program = plan.program
+        updates = [x.buckets for x in program.instructions if isinstance(x, Update)]
+        self._shards = Shards(
+            optimizer, plan.ownership, state.held, rank=comm.rank, buckets=updates[0] if updates else ()
+        )
+        self._module = rewrite(trace, program, comm, self._shards)
+        self._inputs = inputs(program)
+        self._fixed = {**state.residents(), **trace.constants}
+
+    def __call__(self, *batches: Any) -> Any:
+        """Trains on one batch; returns this rank's loss, detached, as `loss_fn` returned it: alone or with its aux."""
+        self._usable("step")
+        if len(batches) != 1:
+            raise SpecError(f"step takes one batch, and got {len(batches)}: several micro-batches are not there yet")
+        values = self._fixed | bind(self.trace, batches[0])
+        residents = [values[name] for name in self._inputs]
+        with torch.no_grad():
+            outputs = self._module(residents)
+        return self.trace.unflatten(outputs)
+
+    def residents(self) -> dict[str, torch.Tensor]:
+        """What this rank holds of parameters, buffers and constants between steps, by value name."""
+        return dict(self._fixed)
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """Whole parameters and buffers under the model's own names, copied, on every rank; a collective."""
+        self._usable("full_state_dict")
+        return self._state.full()
+
+    @contextmanager
+    def whole_parameters(self) -> Iterator[torch.nn.Module]:
+        """The user's model with its weights in place, on every rank; a collective at entry.
+
+        What is done to parameters inside is dropped at the end. Memory: the whole model.
+        """
+        self._usable("whole_parameters")
+        with self._state.whole() as model:
+            yield model
+
+    def mean(self, value: torch.Tensor) -> torch.Tensor:
+        """The mean over ranks of a tensor of the same shape on each, summed in rank order; a collective."""
+        self._usable("mean")
+        return self._comm.mean(value)
+
+    def close(self) -> None:
+        """Waits for every rank, then gives up the process group if zplan made it. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._state.release()
+        self._comm.barrier()
+        if self._owns_group:
+            dist.destroy_process_group()
+
+    def __enter__(self) -> "TrainStep":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        else:
+            # The others may never come to a barrier: leave without one.
+            self._closed = True
+            self._state.release()
+
+    def _usable(self, what: str) -> None:
+        if self._closed:
+            raise StateError(f"{what}: this step is closed")
+        if self._state.whole_is_out:
+            raise StateError(f"{what}: whole_parameters() is open, leave it first")
+
+
+def bind(trace: Trace, batch: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a batch by value name. Refuses what differs from the traced batch in structure, shape or dtype."""
+    leaves, spec = pytree.tree_flatten(batch)
+    if spec != trace.batch_spec:
+        raise SpecError(f"the batch has another structure than the traced one: {spec} instead of {trace.batch_spec}")
+    graph = trace.graph
+    tensors: dict[str, torch.Tensor] = {}
+    for name, leaf, traced in zip(trace.batch_names, leaves, trace.batch_leaves, strict=True):
+        if not isinstance(traced, torch.Tensor):
+            if leaf != traced:
+                raise SpecError(f"{name} is {leaf!r}, but {traced!r} was traced into the step: compile again for it")
+            continue
+        if not isinstance(leaf, torch.Tensor):
+            raise SpecError(f"{name} is a {type(leaf).__name__}, but a tensor was traced")
+        if leaf.shape != traced.shape or leaf.dtype != traced.dtype or leaf.device.type != graph.device:
+            raise SpecError(
+                f"{name} is {leaf.dtype}{list(leaf.shape)} on {leaf.device.type}, but {traced.dtype}"
+                f"{list(traced.shape)} on {graph.device} was traced: compile again for it, or pad the batch"
+            )
+        tensors[name] = leaf
+    return tensors
+
+
