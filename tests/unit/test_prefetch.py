@@ -71,32 +71,16 @@ def test_nothing_is_launched_over_the_border() -> None:
 
 
 def test_a_gather_stays_behind_the_free_of_its_bucket() -> None:
-    """Without the border in between: kept neither whole nor gathered twice at once."""
-    graph = chain_graph([Layer()])
-    program = toy(2, graph=graph)
-    moved = check(prefetch(program, distance=4))
-    assert place(moved, Gather(2 if Gather(2, "b0") in moved.instructions else 1, "b0")) > place(
-        moved, Free("b0:whole")
-    )
-
-
-def test_a_gather_behind_a_recompute_stays_behind_the_free_of_its_bucket() -> None:
-    """Two gathers of one bucket in backward."""
-    graph = chain_graph([Layer(), Layer()])
-    program = toy(graph=graph)
+    """Two gathers of one bucket on one side of the border, as behind a recompute."""
+    program = toy(graph=chain_graph([Layer(), Layer()]))
     at = place(program, Run("dw0"))
-    ids = [x.id for x in program.instructions if isinstance(x, Gather)]
-    extra = (Gather(ids[-1], "b1"), Wait(ids[-1]), Free("b1:whole"))
-    last = place(program, Gather(ids[-1], "b0"))
-    rest = tuple(
-        Gather(99, "b0") if x == Gather(ids[-1], "b0") else Wait(99) if x == Wait(ids[-1]) else x
-        for x in program.instructions[at:]
-    )
-    assert last > at
-    twice = check(program.with_((*program.instructions[:at], *extra, *rest)))
+    again = (Gather(5, "b1"), Wait(5), Free("b1:whole"))
+    later = {Gather(5, "b0"): Gather(6, "b0"), Wait(5): Wait(6)}
+    rest = tuple(later.get(x, x) for x in program.instructions[at:])
+    twice = check(program.with_((*program.instructions[:at], *again, *rest)))
     moved = check(prefetch(twice, distance=4))
-    again = [i for i, x in enumerate(moved.instructions) if isinstance(x, Gather) and x.bucket == "b1"][-1]
-    assert moved.instructions[again - 1] == Free("b1:whole")
+    start = place(moved, Gather(5, "b1"))
+    assert moved.instructions[start - 1 : start + 2] == (Free("b1:whole"), Gather(5, "b1"), Gather(6, "b0"))
 
 
 def test_prefetch_raises_the_cap_of_gathers_alone() -> None:

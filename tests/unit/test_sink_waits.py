@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 
@@ -37,7 +38,7 @@ def test_waits_come_when_depth_later_ones_have_been_launched(depth: int, count: 
 def test_depth_1_waits_just_before_the_next_launch() -> None:
     program = check(sink_waits(toy(), depth=1))
     reductions = [x for x in program.instructions if isinstance(x, REDUCTIONS)]
-    for one, two in zip(reductions, reductions[1:], strict=False):
+    for one, two in pairwise(reductions):
         at = program.instructions.index(two)
         assert program.instructions[at - 2 : at] == (Wait(one.id), Free(f"{one.bucket}:flat"))
 

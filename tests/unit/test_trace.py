@@ -1,4 +1,4 @@
-"""The traced graph is eager PyTorch, bit for bit; the model it came from is untouched; what cannot be traced is refused."""
+"""The traced graph is eager PyTorch, bit for bit; the model is left untouched; what cannot be traced is refused."""
 
 import copy
 import functools
@@ -170,12 +170,17 @@ def test_graph_describes_itself() -> None:
     graph = trace(model, model.loss_fn, model.make_batch(0)).graph
     assert graph.tensor["first.weight"].aliases == ("first.weight", "tied.weight")
     assert graph.tensor["first.weight"].module == "first"
-    assert graph.tensor["scale"].shape == () and graph.tensor["low.weight"].dtype == "bf16"
-    assert graph.tensor["frozen.weight"].grad is None and not graph.tensor["frozen.weight"].trainable
-    assert graph.tensor["unused"].grad is None and graph.tensor["unused"].group == 0
+    assert graph.tensor["scale"].shape == ()
+    assert graph.tensor["low.weight"].dtype == "bf16"
+    assert graph.tensor["frozen.weight"].grad is None
+    assert not graph.tensor["frozen.weight"].trainable
+    assert graph.tensor["unused"].grad is None
+    assert graph.tensor["unused"].group == 0
     assert graph.notes == ("unused gets no gradient",)
-    assert graph.batch == ("batch.0", "batch.1") and "norm.running_mean" in graph.buffers
-    assert len(graph.outputs) == 4 and graph.optimizer.assumed
+    assert graph.batch == ("batch.0", "batch.1")
+    assert "norm.running_mean" in graph.buffers
+    assert len(graph.outputs) == 4
+    assert graph.optimizer.assumed
     grads = [graph.values[t.grad].storage for t in graph.tensors if t.grad]
     assert len(grads) == len(set(grads))
     writes = [op for op in graph.ops if op.kind is OpKind.WRITE]
@@ -186,8 +191,20 @@ def test_graph_describes_itself() -> None:
         "norm.running_mean",
         "norm.running_var",
     ]
-    assert all(op.phase is Phase.FORWARD and not op.outputs for op in writes)
+    assert {(op.phase, op.outputs) for op in writes} == {(Phase.FORWARD, ())}
     assert graph.derived["t"] == {"first.weight"}
+
+
+@pytest.mark.parametrize("permute", [(1, 0, 2), (2, 1, 0), (0, 2, 1)])
+def test_dropout_draws_in_the_order_of_memory(permute: tuple[int, ...]) -> None:
+    def body(model: Tiny, x: Tensor) -> Tensor:
+        return F.dropout(model.linear(x).unflatten(0, (2, -1)).permute(permute), 0.4)
+
+    model = Tiny(body)
+    x = torch.arange(36.0).reshape(12, 3)
+    traced = trace(model, mean_loss, x)
+    assert_bitwise(traced, model, mean_loss, x)
+    assert_aliases(traced, model, x)
 
 
 def test_random_ops_are_known() -> None:
@@ -205,7 +222,8 @@ def test_two_traces_have_one_hash(name: str) -> None:
     first = trace(model, model.loss_fn, model.make_batch(0)).graph
     other = make(name)
     second = trace(other, other.loss_fn, other.make_batch(5)).graph
-    assert first.hash == second.hash and first.ops == second.ops
+    assert first.hash == second.hash
+    assert first.ops == second.ops
 
 
 def test_meta_model_traces_as_a_real_one() -> None:
@@ -262,7 +280,8 @@ def test_model_is_untouched_by_an_error() -> None:
     with pytest.raises(TraceError, match="the forward raised RuntimeError"):
         trace(model, broken, model.make_batch(0))
     assert snapshot(model) == before
-    assert not torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    assert not torch.compiler.is_compiling()
+    assert not torch.compiler.is_exporting()
     assert CheckpointFunction.apply == apply
 
 
@@ -300,7 +319,8 @@ def test_gradients_have_memory_of_their_own() -> None:
     model = Sum()
     traced = trace(model, lambda m, x: m(x), X)
     storages = [traced.graph.values[str(t.grad)].storage for t in traced.graph.tensors]
-    assert len(set(storages)) == 3 and not set(storages) & {"batch", "a", "b", "c"}
+    assert len(set(storages)) == 3
+    assert not set(storages) & {"batch", "a", "b", "c"}
     assert_bitwise(traced, model, lambda m, x: m(x), X)
     assert_aliases(traced, model, X)
 
@@ -416,8 +436,10 @@ def test_parameters_outside_every_group() -> None:
         )
 
     graph = trace(model, model.loss_fn, model.make_batch(0), optimizer=factory).graph
-    assert graph.tensor["norm.weight"].group == 0 and graph.tensor["blocks.0.up.bias"].group == 1
-    assert graph.tensor["embed.weight"].group is None and graph.tensor["embed.weight"].grad is None
+    assert graph.tensor["norm.weight"].group == 0
+    assert graph.tensor["blocks.0.up.bias"].group == 1
+    assert graph.tensor["embed.weight"].group is None
+    assert graph.tensor["embed.weight"].grad is None
     assert "embed.weight is in no optimizer group: it gets no gradient and never changes" in graph.notes
 
 
@@ -428,7 +450,8 @@ def test_plain_leaves_are_kept() -> None:
     model = Tiny()
     traced = trace(model, loss_fn, {"x": X, "weight": 2.0})
     assert traced.batch_names == ("batch.x", "batch.weight")
-    assert traced.batch_leaves[1] == 2.0 and traced.batch_leaves[0].shape == X.shape
+    assert traced.batch_leaves[1] == 2.0
+    assert traced.batch_leaves[0].shape == X.shape
     assert traced.unflatten([torch.ones(())])[1] == {"n": 3, "none": None, "name": "a"}
     assert_bitwise(traced, model, loss_fn, {"x": X, "weight": 2.0})
 

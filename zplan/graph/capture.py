@@ -260,7 +260,7 @@ def _handle(handle: Any) -> Iterator[None]:
 def borrowed(model: nn.Module) -> Iterator[dict[int, str]]:
     """Puts back every attribute of every module, and torch's random state, also after an error.
 
-    What it gives is filled at the end: tensors, by id, that were plain attributes and had been replaced, with their names.
+    It gives what is filled at the end: tensors, by id, that were plain attributes and were replaced, with their names.
     """
     replaced: dict[int, str] = {}
     kept = [
@@ -268,7 +268,8 @@ def borrowed(model: nn.Module) -> Iterator[dict[int, str]]:
         for name, module in model.named_modules()
     ]
     try:
-        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+        started = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        devices = range(torch.cuda.device_count()) if started else []
         with torch.random.fork_rng(devices=devices):
             yield replaced
     finally:

@@ -20,14 +20,28 @@ _CHECKED_ALREADY = frozenset({"aten._assert_tensor_metadata.default", "aten.sym_
 _COPIES = frozenset(
     f"aten.{name}"
     for name in (
-        "_to_copy clone contiguous lift_fresh_copy alias_copy detach_copy expand_copy permute_copy select_copy slice_copy"
-        " squeeze_copy t_copy transpose_copy unsqueeze_copy view_copy"
-    ).split()
+        "_to_copy",
+        "clone",
+        "contiguous",
+        "lift_fresh_copy",
+        "alias_copy",
+        "detach_copy",
+        "expand_copy",
+        "permute_copy",
+        "select_copy",
+        "slice_copy",
+        "squeeze_copy",
+        "t_copy",
+        "transpose_copy",
+        "unsqueeze_copy",
+        "view_copy",
+    )
 )
 
 
 def clean(draft: Draft) -> None:
     join_constants(draft)
+    order_dropout(draft)
     drop_noops(draft)
     keep_outputs_apart(draft)
     keep_gradients_apart(draft)
@@ -50,6 +64,37 @@ def join_constants(draft: Draft) -> None:
             start.prepend(node)
 
 
+def order_dropout(draft: Draft) -> None:
+    """dropout(x)  ->  permute back(dropout(permute x)), for an x that is not contiguous, on the CPU.
+
+    Eager draws a mask in the order of x's memory, the captured op in the order of its dimensions.
+    """
+    became: dict[fx.Node, fx.Node] = {}
+    for node in [node for node in draft.graph.nodes if node.target is aten.native_dropout.default]:
+        source: Any = node.args[0]
+        like = torch.empty_like(source.meta["val"])
+        if like.device.type != "cpu" or like.is_contiguous():
+            continue
+        order = sorted(range(like.dim()), key=lambda dim, like=like: -like.stride(dim))  # type: ignore[misc]
+        back = sorted(range(like.dim()), key=order.__getitem__)
+        with draft.graph.inserting_before(node):
+            turned = draft.graph.call_function(aten.permute.default, (source, order))
+        turned.meta["val"] = source.meta["val"].permute(order)
+        node.args = (turned, *node.args[1:])
+        made = [value.as_strided(like.shape, like.stride()) for value in node.meta["val"]]
+        node.meta["val"] = tuple(value.permute(order) for value in made)
+        draft.places[turned] = draft.places[node]
+        for part in getitems(node):
+            index: Any = part.args[1]
+            with draft.graph.inserting_after(call_end(node)):
+                returned = draft.graph.call_function(aten.permute.default, (part, back))
+            part.replace_all_uses_with(returned, delete_user_cb=lambda user, own=returned: user is not own)  # type: ignore[misc]
+            part.meta["val"], returned.meta["val"] = node.meta["val"][index], made[index]
+            draft.places[returned] = draft.places[node]
+            became[part] = returned
+    draft.become(became)
+
+
 def drop_noops(draft: Draft) -> None:
     """y = detach(x); z = t(t(x))  ->  x, wherever a view of a view is the very tensor it came from."""
     roots: dict[fx.Node, tuple[fx.Node, ...]] = {}
@@ -67,9 +112,7 @@ def drop_noops(draft: Draft) -> None:
             node.replace_all_uses_with(same)
             draft.graph.erase_node(node)
             draft.places.pop(node)
-    draft.outputs = [became.get(node, node) for node in draft.outputs]
-    draft.gradients = {name: became.get(node, node) for name, node in draft.gradients.items()}
-    draft.written = {name: became.get(node, node) for name, node in draft.written.items()}
+    draft.become(became)
 
 
 def keep_outputs_apart(draft: Draft) -> None:

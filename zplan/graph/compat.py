@@ -42,6 +42,7 @@ __all__ = [
     "functional_collectives",
     "is_mutable",
     "is_op",
+    "memory_events",
     "on_new_node",
     "pytree",
     "reparametrize",
@@ -70,7 +71,7 @@ def fake_mode() -> FakeTensorMode:
 
 @contextmanager
 def compiling_state() -> Iterator[None]:
-    """`torch.compiler.is_compiling()` and `is_exporting()` are true inside, as under `torch.export`. 2.13: two flags."""
+    """`torch.compiler.is_compiling()` and `is_exporting()` are true inside, as in `torch.export`. 2.13: two flags."""
     with (
         patch.object(torch.compiler, "_is_compiling_flag", True),
         patch.object(torch.compiler, "_is_exporting_flag", True),
@@ -198,3 +199,10 @@ def straight_through_checkpoint(note: Callable[[Any], None]) -> Iterator[None]:
         patch.object(module.CheckpointFunction, "apply", apply),
     ):
         yield
+
+
+def memory_events(profile: torch.profiler.profile) -> list[int]:
+    """Bytes of every CPU allocation (above zero) and release, in the order in which they came. 2.13."""
+    recorder: Any = profile.profiler
+    events = [event for event in recorder.kineto_results.events() if event.name() == "[memory]"]
+    return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]

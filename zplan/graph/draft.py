@@ -70,6 +70,12 @@ class Draft:
     def inputs(self) -> dict[str, fx.Node]:
         return {**self.parameters, **self.buffers, **self.batch}
 
+    def become(self, became: Mapping[fx.Node, fx.Node]) -> None:
+        """What is handed out follows nodes that were replaced."""
+        self.outputs = [became.get(node, node) for node in self.outputs]
+        self.gradients = {name: became.get(node, node) for name, node in self.gradients.items()}
+        self.written = {name: became.get(node, node) for name, node in self.written.items()}
+
     def copy(self, node: fx.Node, after: fx.Node, phase: Phase, kind: OpKind) -> fx.Node:
         """A clone of `node`, made right after `after`."""
         with self.graph.inserting_after(call_end(after)):
@@ -119,7 +125,7 @@ def same_tensor(node: fx.Node, other: fx.Node) -> bool:
 def constant_names(
     draft: Draft, captured: Capture, model: nn.Module, loss_fn: Callable[..., Any]
 ) -> dict[fx.Node, str]:
-    """Where the user holds each tensor that was closed over; "" for one written out in the code, `torch.tensor(3.0)`."""
+    """Where the user holds each tensor that was closed over; "" for one in the code itself, `torch.tensor(3.0)`."""
     nodes = [node for node in draft.graph.nodes if node.op == "get_attr"]
     if not nodes:
         return {}
@@ -129,8 +135,8 @@ def constant_names(
         tensor: torch.Tensor = getattr(captured.module, str(node.target))
         if id(tensor) in captured.replaced:
             raise TraceError(
-                f"the forward reads {captured.replaced[id(tensor)]} and replaces it, but it is no buffer: every step would "
-                "read the same old one\ntry: register_buffer"
+                f"the forward reads {captured.replaced[id(tensor)]} and replaces it, but it is no buffer: "
+                "every step would read the same old one\ntry: register_buffer"
             )
         written_out = all(user.target is aten.lift_fresh_copy.default for user in node.users)
         names[node] = "" if written_out else known.get(id(tensor), f"a tensor of shape {tuple(tensor.shape)}")

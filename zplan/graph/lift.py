@@ -21,8 +21,8 @@ _DTYPES = {
     torch.float16: "fp16",
 }
 
-# Measured on torch 2.13, CPU: with a mean or a sum these compute element by element into what becomes the scalar, so the
-# scalar keeps the memory of all elements. Fake tensors do not show it.
+# Measured on torch 2.13, CPU: with a mean or a sum these compute element by element into what becomes the scalar, so
+# the scalar keeps the memory of all elements. Fake tensors do not show it.
 _SCALARS_THAT_KEEP_ALL = frozenset(
     f"aten.{name}.default" for name in ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss")
 )
@@ -96,7 +96,7 @@ class _Lift:
         if whole and str(node.target) in _SCALARS_THAT_KEEP_ALL:
             shapes = [tensors(source)[0].shape for source in node.all_input_nodes]
             itemsize = node.meta["val"].itemsize
-            self.lifted.storages[name] = itemsize * math.prod(torch.broadcast_shapes(*shapes))
+            self.lifted.storages[name] = itemsize * max(map(math.prod, shapes))
         self.lifted.op_nodes[name] = (node, *parts)
         return Op(
             name=name,

@@ -45,7 +45,7 @@ def groups_of(factory: Factory | None, model: nn.Module) -> tuple[optim.Optimize
     ]
     if not given:
         raise SpecError("the model has no trainable parameter: nothing for an optimizer to do")
-    make: Factory = optim.AdamW if factory is None else factory  # type: ignore[assignment]
+    make: Factory = optim.AdamW if factory is None else factory
     try:
         optimizer = make(given)
     except Exception as error:
@@ -59,8 +59,8 @@ def groups_of(factory: Factory | None, model: nn.Module) -> tuple[optim.Optimize
     if type(optimizer) not in ELEMENT_WISE:
         known = ", ".join(kind.__name__ for kind in ELEMENT_WISE)
         raise SpecError(
-            f"{type(optimizer).__name__} is not known to work element by element, and each rank owns slices of parameters: "
-            f"it would be silently wrong\nwhole-matrix ownership does not exist yet; try one of {known}"
+            f"{type(optimizer).__name__} is not known to work element by element, and each rank owns slices of "
+            f"parameters: it would be silently wrong\nwhole-matrix ownership does not exist yet; try one of {known}"
         )
     names = {id(parameter): name for name, parameter in given}
     groups: dict[str, int] = {}
@@ -68,7 +68,8 @@ def groups_of(factory: Factory | None, model: nn.Module) -> tuple[optim.Optimize
         for parameter in group["params"]:
             if id(parameter) not in names:
                 raise SpecError(
-                    f"optimizer group {index} holds a parameter of shape {tuple(parameter.shape)} that is not the model's\n"
+                    f"optimizer group {index} holds a parameter of shape {tuple(parameter.shape)} that is not the "
+                    "model's\n"
                     "build the groups from the (name, parameter) pairs the factory is called with"
                 )
             groups[names[id(parameter)]] = index
@@ -91,7 +92,7 @@ def rebind(optimizer: optim.Optimizer, slices: Sequence[Sequence[torch.Tensor]])
 
 
 def measure(factory: Factory | None, model: nn.Module, *, device: str = "cpu") -> Optimizer:
-    """Facts of each (group, dtype), by real steps on synthetic slices. On CUDA the default is `foreach`, as in torch."""
+    """Facts of each (group, dtype), by real steps on synthetic slices. On CUDA torch's default is `foreach`."""
     optimizer, groups = groups_of(factory, model)
     dtypes: dict[int, dict[torch.dtype, None]] = {}
     for name, parameter in model.named_parameters():
@@ -166,11 +167,11 @@ def _state(optimizer: optim.Optimizer) -> Iterator[torch.UntypedStorage]:
                 yield value.untyped_storage()
 
 
-class _Peak(compat.TorchDispatchMode):
+class _Peak(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The most bytes that were alive at once of storages made inside."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.nbytes = 0
         self._alive = 0
         self._seen: dict[int, int] = {}

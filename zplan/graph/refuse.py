@@ -5,6 +5,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import torch
@@ -113,7 +114,7 @@ def _overlaps(model: nn.Module) -> None:
             spans.setdefault(compat.storage_key(tensor), []).append((start, end, name))
     for shared in spans.values():
         shared.sort()
-        for (_, end, first), (start, _, second) in zip(shared, shared[1:], strict=False):
+        for (_, end, first), (start, _, second) in pairwise(shared):
             if start < end:
                 raise TraceError(
                     f"parameters {first} and {second} share memory without being one tensor\n"
@@ -210,7 +211,8 @@ def draws_outside_torch() -> Iterator[None]:
             numpy.random.set_state(numpy_before)
     if moved:
         raise TraceError(
-            f"the model or loss draws from {moved}: the graph would keep that one draw in every step\ntry: torch.rand(...)"
+            f"the model or loss draws from {moved}: the graph would keep that one draw in every step\n"
+            "try: torch.rand(...)"
         )
 
 

@@ -196,7 +196,7 @@ def _runs(program: Program) -> dict[int, str]:
         if isinstance(instruction, Run):
             op = program.graph.op[instruction.op]
             phase = _phase(program, op, index, first.setdefault(op.name, index))
-            found.append((index, unit_of(f"{op.module}."), phase))
+            found.append((index, _unit(program, op), phase))
     following = ("", "")
     after = []
     for _, unit, phase in reversed(found):
@@ -213,12 +213,19 @@ def _runs(program: Program) -> dict[int, str]:
     return runs
 
 
+def _unit(program: Program, op: Op) -> str:
+    """The op's unit; for a view or cast of parameters that no module made, the unit of the first of them."""
+    if not op.module and is_chain(program.graph, op):
+        return unit_of(min(program.graph.derived[op.outputs[0]]))
+    return unit_of(f"{op.module}.")
+
+
 def _phase(program: Program, op: Op, index: int, first: int) -> str:
     """`recompute`: a second run of a forward op. Views and casts of parameters belong to the phase they run in."""
     if op.phase is Phase.BACKWARD:
         return Phase.BACKWARD.value
     if is_chain(program.graph, op):
-        return (Phase.BACKWARD if index >= program.boundary else Phase.FORWARD).value
+        return Phase.BACKWARD.value if index >= program.boundary else Phase.FORWARD.value
     return "recompute" if index > first else Phase.FORWARD.value
 
 

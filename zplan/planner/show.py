@@ -63,13 +63,13 @@ def _lines(rows: Sequence[Row], blocks: Sequence[Block]) -> list[str]:
             cells.append((times, bracket, str(row.first), row.flight, row.verb, text, live, after))
     if not cells:
         return []
-    times, bracket, index, flight, verb, text, live, _ = (max(map(len, column)) for column in zip(*cells, strict=True))
-    text = min(text, WIDEST)
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    widths[5] = min(widths[5], WIDEST)
     lines = []
     for cell in cells:
-        fold_ = f"{cell[0]:>{times}} {cell[1]:{bracket}} " if times else ""
-        left = f"{fold_}{cell[2]:>{index}} {cell[3]:{flight}} {cell[4]:{verb}}"
-        lines.append(f"{left}  {cell[5]:{text}}  {cell[6]:>{live}} {cell[7]}".rstrip())
+        times, bracket, index, flight, verb, text, live, after = map(_pad, cell, widths, "><><<<><")
+        repeats_ = f"{times} {bracket} " if widths[0] else ""
+        lines.append(f"{repeats_}{index} {flight} {verb}  {text}  {live} {after}".rstrip())
     return lines
 
 
@@ -124,24 +124,25 @@ def _tensors(plan: "Plan") -> list[str]:
     """One line for all tensors that differ only in numbers of their names."""
     graph, ownership = plan.graph, plan.ownership
     several = len({tensor.group for tensor in graph.tensors if tensor.group is not None}) > 1
-    members: dict[tuple[object, ...], list[Tensor]] = {}
+    members: dict[tuple[str, str, tuple[str, ...]], list[Tensor]] = {}
     for tensor in graph.tensors:
-        reason = "; ".join([plan.choices[tensor.name].because, *_marks(tensor)])
-        kind = (_star(tensor.name), tensor.shape, tensor.dtype, tensor.group, plan.choices[tensor.name].stage)
-        members.setdefault((*kind, _star(reason)), []).append(tensor)
-    splits = Counter(str(kind[0]) for kind in members)
+        type_ = f"{tensor.dtype}[{','.join(map(str, tensor.shape))}]"
+        group = ["-" if tensor.group is None else str(tensor.group)] if several else []
+        facts = (type_, str(plan.choices[tensor.name].stage), *group)
+        members.setdefault((_star(tensor.name), _star(_reason(plan, tensor)), facts), []).append(tensor)
+    splits = Counter(family for family, _, _ in members)
     lines = [("tensor", "", "type", "stage", *(["group"] if several else []), "bucket", "owner", "because")]
-    for kind, like in members.items():
-        name = span([tensor.name for tensor in like]) if splits[str(kind[0])] > 1 or len(like) == 1 else str(kind[0])
-        reasons = ["; ".join([plan.choices[tensor.name].because, *_marks(tensor)]) for tensor in like]
-        group = ["-" if like[0].group is None else str(like[0].group)] if several else []
-        type_ = f"{like[0].dtype}[{','.join(map(str, like[0].shape))}]"
-        buckets = bucket_names(list(dict.fromkeys(ownership.home[tensor.name] for tensor in like)))
-        owner = _owner(ownership, [tensor.name for tensor in like])
-        reason = reasons[0] if len(set(reasons)) == 1 else str(kind[-1])
-        stage = str(plan.choices[like[0].name].stage)
-        lines.append((name, _times(like).strip(), type_, stage, *group, buckets, owner, reason))
+    for (family, _, facts), like in members.items():
+        names = [tensor.name for tensor in like]
+        name = family if splits[family] == 1 and len(like) > 1 else span(names)
+        buckets = bucket_names(list(dict.fromkeys(map(ownership.home.__getitem__, names))))
+        reason = span([_reason(plan, tensor) for tensor in like])
+        lines.append((name, _times(like).strip(), *facts, buckets, _owner(ownership, names), reason))
     return _table(lines)
+
+
+def _reason(plan: "Plan", tensor: Tensor) -> str:
+    return "; ".join([plan.choices[tensor.name].because, *_marks(tensor)])
 
 
 def _marks(tensor: Tensor) -> list[str]:
@@ -288,6 +289,9 @@ def _table(lines: Sequence[Sequence[str]], *, right: bool = False) -> list[str]:
     """Columns as wide as their widest cell; those without any text are left out. `right`: all but the first."""
     columns = [column for column in zip(*lines, strict=True) if any(column)]
     widths = [max(map(len, column)) for column in columns]
-    align = ["<", *(">" if right else "<" for _ in columns[1:])]
-    rows = zip(*columns, strict=True)
-    return ["  ".join(f"{c:{a}{w}}" for c, a, w in zip(row, align, widths, strict=True)).rstrip() for row in rows]
+    aligns = ["<", *(">" if right else "<" for _ in columns[1:])]
+    return ["  ".join(map(_pad, row, widths, aligns)).rstrip() for row in zip(*columns, strict=True)]
+
+
+def _pad(cell: str, width: int, align: str) -> str:
+    return f"{cell:{align}{width}}"

@@ -49,7 +49,7 @@ class TrainStep:
         self._shards = Shards(
             optimizer, plan.ownership, state.held, rank=comm.rank, buckets=updates[0] if updates else ()
         )
-        self._module = rewrite(trace, program, comm, self._shards)
+        self.module = rewrite(trace, program, comm, self._shards)
         self._inputs = inputs(program)
         self._fixed = {**state.residents(), **trace.constants}
 
@@ -61,7 +61,7 @@ class TrainStep:
         values = self._fixed | bind(self.trace, batches[0])
         residents = [values[name] for name in self._inputs]
         with torch.no_grad():
-            outputs = self._module(residents)
+            outputs = self.module(residents)
         return self.trace.unflatten(outputs)
 
     def residents(self) -> dict[str, torch.Tensor]:

@@ -1,0 +1,248 @@
+"""What a running step does, seen from outside: gathers counted, storages watched at the border, order of nodes."""
+
+import time
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import zplan
+from tests.ranks.training import CASES, build
+from zplan.graph.ir import Phase
+from zplan.planner.program import Gather, Launch, Run, Wait, is_chain
+from zplan.runtime.comm import Comm
+from zplan.runtime.rewrite import INSTRUCTION
+
+c10d = torch.ops._c10d_functional
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives and remembers the storage of everything that was gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+        self.gathered: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "_c10d_functional":
+            self.calls.append(func._schema.name.partition("::")[2])
+            if func is c10d.all_gather_into_tensor.default:
+                self.gathered.append(StorageWeakRef(result.untyped_storage()))
+        return result
+
+    def alive(self, *, expected: int = 0) -> int:
+        """How many are alive; looks again for a second, as gloo's thread lets go of its work a moment after the wait."""
+        for _ in range(100):
+            found = sum(not storage.expired() for storage in self.gathered)
+            if found == expected:
+                break
+            time.sleep(0.01)
+        return found
+
+
+def compiled(comm: Comm, name: str, **options) -> zplan.TrainStep:
+    case = CASES[name]
+    model = build(case)
+    return zplan.compile(model, case.loss_fn, case.batch(0), optimizer=case.optimizer, group=comm.group, **options)
+
+
+def reads(step: zplan.TrainStep, phase: Phase) -> int:
+    """How many buckets the ops of a phase read."""
+    graph, home = step.plan.graph, step.plan.program.home
+    ops = [op for op in graph.ops if op.phase is phase and not is_chain(graph, op)]
+    return len({bucket for op in ops for name in op.inputs for bucket in home.get(name, ())})
+
+
+def watch(comm: Comm, name: str, stage: int, prefetch: int, bucket: int = 4_000) -> dict[str, int]:
+    """One step with a probe between forward and backward."""
+    step = compiled(comm, name, stage=stage, prefetch=prefetch, bucket=bucket)
+    seen: dict[str, int] = {}
+    collectives = Collectives()
+
+    def probe() -> None:
+        seen["before"] = len(collectives.gathered)
+        seen["alive"] = collectives.alive(expected=0 if stage == 3 else reads(step, Phase.BACKWARD))
+
+    boundary = step.plan.program.boundary
+    graph = step.module.graph
+    first = next(node for node in graph.nodes if node.meta.get(INSTRUCTION, -1) >= boundary)
+    with graph.inserting_before(first):
+        graph.call_function(probe)
+    step.module.recompile()
+    with collectives:
+        step(CASES[name].batch(0))
+    return {
+        **seen,
+        "gathers": len(collectives.gathered),
+        "forward": reads(step, Phase.FORWARD),
+        "backward": reads(step, Phase.BACKWARD),
+        "end": collectives.alive(),
+    }
+
+
+def test_stage_3_gathers_a_block_twice(pool) -> None:
+    for seen in pool.run(2, watch, "gpt", 3, 1, 40_000):
+        assert seen["gathers"] == 2 * seen["forward"] > 2
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("name", ["gpt", "odd"])
+def test_stage_3_holds_nothing_whole_between_forward_and_backward(pool, name: str, prefetch: int) -> None:
+    for seen in pool.run(2, watch, name, 3, prefetch):
+        # One gather in each phase that reads the bucket; backward reads no biases and no embeddings.
+        assert seen["before"] == seen["forward"] > 2
+        assert seen["gathers"] == seen["forward"] + seen["backward"]
+        assert seen["alive"] == 0
+        assert seen["end"] == 0
+
+
+def test_stage_2_keeps_what_it_gathered_until_backward(pool) -> None:
+    """The same probe on a stage that keeps: it would see a whole parameter if there were one."""
+    for seen in pool.run(2, watch, "gpt", 2, 1):
+        assert seen["gathers"] == seen["before"] == seen["forward"] > 2
+        assert seen["alive"] == seen["backward"] > 2
+        assert seen["end"] == 0
+
+
+def order(comm: Comm, name: str, stage: int) -> None:
+    """Nodes stand in the order of the instructions that they are tagged with, and collectives are called in theirs."""
+    step = compiled(comm, name, stage=stage, bucket=4_000)
+    program = step.plan.program
+    tags = [node.meta[INSTRUCTION] for node in step.module.graph.nodes if INSTRUCTION in node.meta]
+    assert tags == sorted(tags)
+    assert set(tags) == {-1, *range(len(program.instructions) + 1)}
+    collectives = Collectives()
+    with collectives:
+        step(CASES[name].batch(0))
+    kinds = {True: "all_gather_into_tensor", False: "all_to_all_single"}
+    expected = []
+    for instruction in program.instructions:
+        if isinstance(instruction, Launch):
+            is_gather = isinstance(instruction, Gather) or type(instruction).__name__ == "GatherGradient"
+            expected.append(kinds[is_gather])
+        elif isinstance(instruction, Wait):
+            expected.append("wait_tensor")
+    assert collectives.calls == expected
+    assert any(isinstance(instruction, Run) for instruction in program.instructions)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_instructions_run_in_the_planned_order(pool, stage: int) -> None:
+    pool.run(2, order, "gpt", stage)
+
+
+def holds(comm: Comm) -> list[int]:
+    """Bytes of parameters and optimizer state that a rank holds at each stage."""
+    found = []
+    for stage in range(4):
+        step = compiled(comm, "gpt", stage=stage, bucket=4_000)
+        step(CASES["gpt"].batch(0))
+        state = [v for s in step.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+        found.append(sum(t.numel() * t.element_size() for t in state))
+        assert all(p.grad is None for group in step.optimizer.param_groups for p in group["params"])
+    return found
+
+
+def test_optimizer_state_is_sharded_from_stage_1_on(pool) -> None:
+    for whole, *sharded in pool.run(4, holds):
+        assert all(abs(nbytes - whole / 4) < 0.15 * whole for nbytes in sharded), (whole, sharded)
+
+
+def lifecycle(comm: Comm) -> list[str]:
+    """What people do around a step, right and wrong."""
+    words = []
+    case = CASES["gpt"]
+    model = build(case)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    step = zplan.compile(
+        model, case.loss_fn, case.batch(0), optimizer=case.optimizer, group=comm.group, stage=3, bucket=4_000
+    )
+    with step:
+        assert all(p.device.type == "meta" for p in model.parameters())
+        for attempt in (
+            lambda: model(case.batch(0)["tokens"]),
+            lambda: model.blocks[0].up(torch.zeros(1)),
+            lambda: step(case.batch(0), case.batch(1)),
+            lambda: step(case.batch(0)["tokens"]),
+            lambda: step({**case.batch(0), "tokens": case.batch(0)["tokens"][:1]}),
+            lambda: step({**case.batch(0), "tokens": case.batch(0)["tokens"].float()}),
+        ):
+            try:
+                attempt()
+            except zplan.ZplanError as error:
+                words.append(f"{type(error).__name__}: {error}")
+        with step.whole_parameters() as whole:
+            assert whole is model
+            assert model.head.weight is model.embed.weight
+            assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+            model.eval()
+            model(case.batch(0)["tokens"])
+            model.train()
+            with torch.no_grad():
+                model.norm.weight.zero_()
+            try:
+                step(case.batch(0))
+            except zplan.StateError as error:
+                words.append(str(error))
+        after = step.full_state_dict()
+        assert list(after) == list(before)
+        assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
+    try:
+        step(case.batch(0))
+    except zplan.StateError as error:
+        words.append(str(error))
+    return words
+
+
+def test_lifecycle(pool) -> None:
+    for words in pool.run(3, lifecycle):
+        assert len(words) == 8, words
+        expected = [
+            "StateError: GPT was called, but zplan holds its weights in shards: open `with step.whole_parameters()",
+            "StateError: blocks.0.up (Linear) was called",
+            "SpecError: step takes one batch, and got 2",
+            "SpecError: the batch has another structure",
+            "SpecError: batch.tokens is torch.int64[1, 16] on cpu, but torch.int64[2, 16] on cpu was traced",
+            "SpecError: batch.tokens is torch.float32[2, 16]",
+            "step: whole_parameters() is open",
+            "step: this step is closed",
+        ]
+        for found, start in zip(words, expected, strict=True):
+            assert found.startswith(start), found
+
+
+def synced(comm: Comm, sync: bool) -> list[float]:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    with torch.no_grad():
+        for tensor in (*model.parameters(), model[1].running_mean):
+            tensor.fill_(comm.rank + 1)
+    step = zplan.compile(
+        model,
+        lambda model, batch: model(batch).square().mean(),
+        torch.ones(2, 4),
+        optimizer=torch.optim.SGD,
+        group=comm.group,
+        sync=sync,
+        stage=0,
+    )
+    with step.whole_parameters() as model:
+        return [model[0].weight.mean().item(), model[1].running_mean.mean().item()]
+
+
+def test_ranks_start_as_rank_0_unless_told_otherwise(pool) -> None:
+    assert pool.run(2, synced, True) == [[1.0, 1.0], [1.0, 1.0]]
+    assert pool.run(2, synced, False) == [[1.0, 1.0], [2.0, 2.0]]
+
+
+def test_a_world_of_one_has_no_group_and_no_collective() -> None:
+    torch.manual_seed(0)
+    comm = Comm(None)
+    step = compiled(comm, "odd", stage=3)
+    collectives = Collectives()
+    with collectives, step:
+        step(CASES["odd"].batch(0))
+    assert collectives.calls == []
+    assert all(bucket.whole_at_rest for bucket in step.plan.ownership.buckets)
