@@ -1,6 +1,6 @@
 """Predicted against measured peak memory per rank, for the text GPT and the odd MLP, at each stage.
 
-    python benchmarks/memory.py [--world 2] [--json]
+    python -m benchmarks.memory [--world 2] [--json]
 
 Each case runs on real gloo ranks: one step so that optimizer states are there, then one under torch's profiler.
 """
@@ -9,10 +9,8 @@ import argparse
 import functools
 import json
 import os
-import sys
 import tempfile
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +19,8 @@ import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "examples")]
-
-import gpt_text
 import zplan
+from examples import gpt_text
 from tests import models
 from zplan.runtime.measure import measure
 

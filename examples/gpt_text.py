@@ -116,9 +116,7 @@ def train(console: Console, *, steps: int, stage: int) -> tuple[list[float], str
     stream = work.batches(rank, world)
     torch.manual_seed(100 + rank)
     losses = []
-    with zplan.compile(
-        work.model, loss_fn, next(stream), optimizer=work.optimizer, stage=stage, bucket="8MB"
-    ) as step:
+    with zplan.compile(work.model, loss_fn, next(stream), optimizer=work.optimizer, stage=stage, bucket="8MB") as step:
         columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"))
         with Progress(*columns, TimeRemainingColumn(), console=console, disable=rank != 0) as progress:
             bar = progress.add_task("", total=steps, loss="-")
@@ -149,9 +147,7 @@ def weights_after(*, stage: int, steps: int) -> dict[str, torch.Tensor]:
     rank, world = dist.get_rank(), dist.get_world_size()
     work = job()
     stream = work.batches(rank, world)
-    with zplan.compile(
-        work.model, loss_fn, next(stream), optimizer=work.optimizer, stage=stage, bucket="8MB"
-    ) as step:
+    with zplan.compile(work.model, loss_fn, next(stream), optimizer=work.optimizer, stage=stage, bucket="8MB") as step:
         torch.manual_seed(200 + rank)
         for _ in range(steps):
             step(next(stream))

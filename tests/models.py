@@ -85,7 +85,7 @@ class OddMLP(nn.Module):
         self.tied = nn.Linear(width, width)
         self.tied.weight = self.first.weight
         self.twice = nn.Linear(width, width)
-        self.nothing = nn.Linear(width, 0)
+        self.nothing = nn.utils.skip_init(nn.Linear, width, 0)  # nothing to initialise, and no warning about it
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.one = nn.Parameter(torch.tensor([0.5]))
         self.frozen = nn.Linear(width, width)

@@ -39,11 +39,11 @@ _HOME = {
 }
 
 __all__ = [
+    "STAGES",
     "AgreementError",
     "BudgetError",
     "CheckError",
     "Job",
-    "STAGES",
     "Plan",
     "SpecError",
     "StateError",

@@ -273,5 +273,7 @@ def main(arguments: list[str] | None = None) -> None:
 def origin(error: BaseException) -> str:
     """The last line of somebody else's code on the way to an error: that of the user's file, where it has one."""
     home = str(Path(__file__).parent)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith((home, "<"))]
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith((home, "<"))
+    ]
     return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "zplan"

@@ -34,7 +34,7 @@ class Collectives(TorchDispatchMode):
         return result
 
     def alive(self, *, expected: int = 0) -> int:
-        """How many are alive; looks again for a second, as gloo's thread lets go of its work a moment after the wait."""
+        """How many are alive; looks again for a second, as gloo's thread lets go of work a moment after its wait."""
         for _ in range(100):
             found = sum(not storage.expired() for storage in self.gathered)
             if found == expected:

@@ -14,6 +14,7 @@ from tests import models
 from zplan.runtime.comm import Comm
 
 STEPS = 4
+ADAMW = functools.partial(torch.optim.AdamW, lr=3e-3, weight_decay=0.05, foreach=False)
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,7 @@ class Case:
     make: Callable[[], torch.nn.Module]
     loss_fn: Callable[..., Any]
     batch: Callable[[int], Any]
-    optimizer: Callable[..., torch.optim.Optimizer] = functools.partial(
-        torch.optim.AdamW, lr=3e-3, weight_decay=0.05, foreach=False
-    )
+    optimizer: Callable[..., torch.optim.Optimizer] = ADAMW
     stages: Mapping[str, int] = field(default_factory=dict)
 
 

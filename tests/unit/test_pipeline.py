@@ -1,5 +1,9 @@
+import os
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -85,3 +89,27 @@ def test_the_laws_are_checked_after_lower_and_after_every_pass(broken: int, monk
 def test_building_twice_gives_the_same_hash() -> None:
     ownership = own(GRAPH, world=2, stage=[0, 3])
     assert build(GRAPH, ownership, Schedule()).hash == build(replace(GRAPH), ownership, Schedule()).hash
+
+
+def test_no_order_comes_from_a_set() -> None:
+    """Megatron-LM#2252: the same program in processes that hash strings in other ways."""
+    code = """
+from tests.graphs import Node, Param, chain_graph, dag_graph, lines, own
+from zplan.planner.pipeline import build
+from zplan.planner.spec import Schedule
+graph = dag_graph([Param(unit=i) for i in range(6)], [Node(weights=tuple(range(6)), through="itself")] * 3)
+print(lines(build(graph, own(graph, world=3, stage=[0, 1, 3]), Schedule())), graph.hash)
+"""
+    root = Path(__file__).parents[2]
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=root,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(found) == 1

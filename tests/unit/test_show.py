@@ -26,8 +26,8 @@ Golden = Callable[[str, str], None]
 PAGE = 66
 
 
-def chain(depth: int, **layer: int) -> Graph:
-    return chain_graph([Layer(**layer) for _ in range(depth)])
+def chain(depth: int, *, numel: int = 256) -> Graph:
+    return chain_graph([Layer(numel=numel) for _ in range(depth)])
 
 
 def plan(graph: Graph, *, stage: int = 3, world: int = 4, bucket: str = "1KiB", native: bool = False) -> Plan:
@@ -141,6 +141,7 @@ def test_what_folds_and_what_does_not() -> None:
     assert shape([row(i, label=f"b{i * i}") for i in range(3)]) == [(0, 1, 1), (1, 1, 1), (2, 1, 1)]
     assert shape([row(i, detail=f" ({i} ops)") for i in range(3)]) == [(0, 1, 1), (1, 1, 1), (2, 1, 1)]
     assert shape([row(i, mark="<- peak" if i == 3 else "") for i in range(7)]) == [(0, 1, 3), (3, 1, 1), (4, 1, 3)]
+    assert shape([replace(row(i), flight="|" * (i % 2)) for i in range(3)]) == [(0, 1, 1), (1, 1, 1), (2, 1, 1)]
     pairs = [row(i, label=f"b{i // 2}", verb=("wait", "free")[i % 2]) for i in range(8)]
     assert shape([row(0, verb="pack"), *pairs]) == [(0, 1, 1), (1, 2, 4)]
 
@@ -243,6 +244,33 @@ def test_ops_of_no_module_count_as_those_around_them() -> None:
     assert with_root("f1")[1:4] == ["layers.1 forward (1 op)", "(root) forward (1 op)", "layers.2 forward (2 ops)"]
     between = replace(joined, ops=tuple(replace(op, module="" if op.name == "f1" else op.module) for op in joined.ops))
     assert [row.text for row in rows_of(build(between, own(graph, world=1), Schedule()))] == rows
+
+
+def test_a_view_of_a_parameter_that_no_module_made_counts_as_the_parameters_unit() -> None:
+    graph = chain(3)
+    ops = tuple(replace(op, module="" if op.name == "t1" else op.module) for op in graph.ops)
+    bare, plain = (build(each, own(graph, world=1), Schedule()) for each in (replace(graph, ops=ops), graph))
+    assert [row.text for row in rows_of(bare)] == [row.text for row in rows_of(plain)]
+
+
+def test_owners_of_folded_tensors() -> None:
+    def line(graph: Graph, bucket: str = "1KiB") -> str:
+        lines = str(plan(graph, world=2, bucket=bucket)).splitlines()
+        return next(line for line in lines if line.startswith("layers."))
+
+    assert " r0 [0:128) r1 [128:256) " in line(chain(4))
+    assert " 1 of r0-r1 each " in line(chain(4), "4KiB")
+    assert " 1-2 of r0-r1 each " in line(chain(3), "4KiB")
+    assert " empty " in line(chain(3, numel=0))
+    assert " b0      r0     default" in line(chain(1, numel=64))
+
+
+def test_why_a_tensor_gets_no_gradient() -> None:
+    (tensor,) = chain(1).tensors
+    graph = replace(chain(1), tensors=(replace(tensor, grad=None, group=None),))
+    assert "default: stage 3; in no optimizer group\n" in str(plan(graph))
+    frozen = replace(graph, tensors=(replace(graph.tensors[0], trainable=False),))
+    assert "default: stage 3; frozen\n" in str(plan(frozen))
 
 
 def test_what_a_bucket_holds() -> None:

@@ -3,7 +3,6 @@
 import copy
 import functools
 import random
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,9 +36,7 @@ def one_thread() -> Iterator[None]:
 
 def make(name: str) -> Any:
     torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # a linear without outputs
-        return MODELS[name]()
+    return MODELS[name]()
 
 
 def inputs(model: nn.Module, batch: Any) -> list[Tensor]:
@@ -196,7 +193,7 @@ def test_graph_describes_itself() -> None:
 
 
 @pytest.mark.parametrize("permute", [(1, 0, 2), (2, 1, 0), (0, 2, 1)])
-def test_dropout_draws_in_the_order_of_memory(permute: tuple[int, ...]) -> None:
+def test_dropout_of_permuted_tensors(permute: tuple[int, ...]) -> None:
     def body(model: Tiny, x: Tensor) -> Tensor:
         return F.dropout(model.linear(x).unflatten(0, (2, -1)).permute(permute), 0.4)
 
@@ -205,6 +202,21 @@ def test_dropout_draws_in_the_order_of_memory(permute: tuple[int, ...]) -> None:
     traced = trace(model, mean_loss, x)
     assert_bitwise(traced, model, mean_loss, x)
     assert_aliases(traced, model, x)
+
+
+def test_autocast_casts_a_shared_weight_once() -> None:
+    def body(model: Tiny, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model.linear(model.linear(x))
+
+    model = Tiny(body)
+    traced = trace(model, mean_loss, X)
+    assert_bitwise(traced, model, mean_loss, X)
+    casts = [op for op in traced.graph.ops if op.kind is OpKind.CAST and op.inputs == ("linear.weight",)]
+    assert len(casts) == 1
+    with torch.autocast("cpu", torch.bfloat16):
+        outer = trace(Tiny(), mean_loss, X)
+    assert [op for op in outer.graph.ops if op.kind is OpKind.CAST and op.inputs == ("linear.weight",)]
 
 
 def test_random_ops_are_known() -> None:
@@ -595,6 +607,13 @@ def test_kinds_of_modules_are_refused() -> None:
     refused("is compiled already", torch.compile(Tiny(), backend="eager"))
 
 
+def test_dropout_inside_recurrent_modules_is_refused() -> None:
+    model = nn.LSTM(3, 3, 2, dropout=0.1)
+    refused(r"the model \(LSTM\) has dropout between its layers, which torch loses", model)
+    assert trace(model.eval(), lambda m, x: m(x)[0].mean(), X).graph.ops
+    assert trace(nn.LSTM(3, 3, 2), lambda m, x: m(x)[0].mean(), X).graph.ops
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_old_weight_norm_is_refused() -> None:
     refused("0.weight is set by torch.nn.utils.weight_norm.*\ntry: torch.nn.utils.parametrizations.weight_norm",
@@ -697,6 +716,20 @@ def test_strange_batches_are_refused() -> None:
         lambda m, b: mean_loss(m, b[0].x),
         [Batch()],
     )
+
+    refused(r"batch.0 is sparse \(torch.sparse_coo\)", Tiny(), mean_loss, [X.to_sparse()])
+
+
+def test_writes_into_the_batch_stay_inside() -> None:
+    def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        batch["y"][0] = 0.0
+        return F.mse_loss(model(batch["x"]), batch["y"])
+
+    model = Tiny()
+    traced = trace(model, loss_fn, {"x": X, "y": X.clone()})
+    assert traced.graph.notes == ("the step writes into batch.y; the write stays inside the step",)
+    assert_bitwise(traced, model, loss_fn, {"x": X, "y": X.clone()})
+    refused("writes into batch.y, which shares its memory with batch.x", model, loss_fn, {"x": X, "y": X})
 
 
 def test_partial_loss_functions_trace() -> None:

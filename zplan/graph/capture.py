@@ -62,7 +62,8 @@ class Capture:
     """`module` returns [loss, *aux, *gradients of `wanted`, *buffers, *parameters, *batch], the last three as they are
     after the step: an unchanged one is its own placeholder. Placeholders: parameters, buffers, batch.
 
-    `outputs` holds no tensors; `replaced`: tensors, by id, that modules held as plain attributes and the step replaced.
+    `outputs` holds no tensors; `memory`: which of the real inputs share theirs, a key for each name;
+    `replaced`: tensors, by id, that modules held as plain attributes and the step replaced.
     """
 
     module: fx.GraphModule
@@ -73,6 +74,7 @@ class Capture:
     buffers: tuple[str, ...]
     batch: Leaves
     device: torch.device
+    memory: Mapping[str, int]
     replaced: Mapping[int, str]
     checkpointed: tuple[str, ...]
 
@@ -94,12 +96,15 @@ def capture(
     noting = ExitStack()
 
     def micro_batch(ps: list[torch.Tensor], bs: list[torch.Tensor], leaves: list[torch.Tensor]) -> list[Any]:
-        held = {**dict(zip(parameters, ps, strict=True)), **dict(zip(buffers, bs, strict=True))}
+        noting.enter_context(compat.on_new_node(recorder.note))
+        # Leaves of autograd, as parameters are: autocast's cache and the user's own code may ask.
+        own = [p.detach().requires_grad_(p.requires_grad) for p in ps]
+        held = {**dict(zip(parameters, own, strict=True)), **dict(zip(buffers, bs, strict=True))}
         with ExitStack() as stack:
             stack.enter_context(compat.reparametrize(model, dict(held)))
             stack.enter_context(recorder.watch())
-            noting.enter_context(compat.on_new_node(recorder.note))
             stack.enter_context(compat.straight_through_checkpoint(recorder.checkpoint))
+            stack.enter_context(compat.autocast_cache())
             stack.enter_context(torch.enable_grad())
             result = loss_fn(model, batch.rebuild(leaves))
             loss = refuse.loss(result)
@@ -109,7 +114,7 @@ def capture(
             # Functionalization puts off what writes do to views until somebody looks: look now, while it is forward.
             detached = [leaf.detach() for leaf in (*outputs.tensors.values(), *_buffers_after(model, tied))]
             del detached[len(outputs.tensors) :]
-            recorder.backward(loss, known=[*ps, *bs, *leaves], loss_fn=loss_fn)
+            recorder.backward(loss, known=[*own, *bs, *leaves], loss_fn=loss_fn)
             grads = torch.autograd.grad(loss, [held[name] for name in wanted], allow_unused=True)
             recorder.end()
             after = _buffers_after(model, tied)
@@ -137,6 +142,11 @@ def capture(
         buffers=tuple(buffers),
         batch=batch,
         device=next((fake.device for fake in fakes[0]), torch.device("cpu")),
+        memory={
+            name: compat.storage_key(tensor)
+            for held in (parameters, buffers, batch.tensors)
+            for name, tensor in held.items()
+        },
         replaced=replaced,
         checkpointed=tuple(dict.fromkeys(recorder.checkpointed)),
     )

@@ -41,7 +41,6 @@ _COPIES = frozenset(
 
 def clean(draft: Draft) -> None:
     join_constants(draft)
-    order_dropout(draft)
     drop_noops(draft)
     keep_outputs_apart(draft)
     keep_gradients_apart(draft)
@@ -62,37 +61,6 @@ def join_constants(draft: Draft) -> None:
     for node in first.values():
         if start is not None:
             start.prepend(node)
-
-
-def order_dropout(draft: Draft) -> None:
-    """dropout(x)  ->  permute back(dropout(permute x)), for an x that is not contiguous, on the CPU.
-
-    Eager draws a mask in the order of x's memory, the captured op in the order of its dimensions.
-    """
-    became: dict[fx.Node, fx.Node] = {}
-    for node in [node for node in draft.graph.nodes if node.target is aten.native_dropout.default]:
-        source: Any = node.args[0]
-        like = torch.empty_like(source.meta["val"])
-        if like.device.type != "cpu" or like.is_contiguous():
-            continue
-        order = sorted(range(like.dim()), key=lambda dim, like=like: -like.stride(dim))  # type: ignore[misc]
-        back = sorted(range(like.dim()), key=order.__getitem__)
-        with draft.graph.inserting_before(node):
-            turned = draft.graph.call_function(aten.permute.default, (source, order))
-        turned.meta["val"] = source.meta["val"].permute(order)
-        node.args = (turned, *node.args[1:])
-        made = [value.as_strided(like.shape, like.stride()) for value in node.meta["val"]]
-        node.meta["val"] = tuple(value.permute(order) for value in made)
-        draft.places[turned] = draft.places[node]
-        for part in getitems(node):
-            index: Any = part.args[1]
-            with draft.graph.inserting_after(call_end(node)):
-                returned = draft.graph.call_function(aten.permute.default, (part, back))
-            part.replace_all_uses_with(returned, delete_user_cb=lambda user, own=returned: user is not own)  # type: ignore[misc]
-            part.meta["val"], returned.meta["val"] = node.meta["val"][index], made[index]
-            draft.places[returned] = draft.places[node]
-            became[part] = returned
-    draft.become(became)
 
 
 def drop_noops(draft: Draft) -> None:

@@ -32,6 +32,7 @@ __all__ = [
     "DATA_DEPENDENT",
     "UNSUPPORTED",
     "TorchDispatchMode",
+    "autocast_cache",
     "boxed_hooks",
     "capture",
     "compiling_state",
@@ -120,6 +121,19 @@ def on_new_node(note: Callable[[fx.Node, torch.Tensor | None], None]) -> Iterato
         yield
     finally:
         del tracer.create_node
+
+
+@contextmanager
+def autocast_cache() -> Iterator[None]:
+    """Under autocast a weight that is used twice is cast once, as in eager; `make_fx` alone switches that off. 2.13."""
+    before = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+        torch.clear_autocast_cache()
 
 
 def sequence_number() -> int:

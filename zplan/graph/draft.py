@@ -50,6 +50,13 @@ class Draft:
         changed = [name for name, node in after.items() if not same_tensor(node, inputs[name])]
         for name in changed:
             _refuse_change(name, inputs[name], after[name], parameter=name in captured.parameters)
+            twins = [other for other, key in captured.memory.items() if key == captured.memory[name] and other != name]
+            if twins:
+                raise TraceError(
+                    f"the step writes into {name}, which shares its memory with {twins[0]}: "
+                    "the write would not be seen there\n"
+                    f"try: {name} = {name}.clone() before the step"
+                )
         for name, node in gradients.items():
             refuse.gradient(name, None if node is None else node.meta.get("val"))
         if all(node is None for node in gradients.values()):

@@ -44,7 +44,7 @@ def model(model: Any) -> None:
     for name, parameter in model.named_parameters():
         _parameter(name, parameter)
     for name, buffer in model.named_buffers():
-        _plain(f"buffer {name}", buffer)
+        plain(f"buffer {name}", buffer)
     _overlaps(model)
 
 
@@ -59,6 +59,11 @@ def _module(name: str, module: nn.Module) -> None:
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
         raise TraceError(
             f"{name}.weight gets a sparse gradient, which no bucket can hold\ntry: {kind}(..., sparse=False)"
+        )
+    if isinstance(module, nn.RNNBase) and module.training and module.dropout and module.num_layers > 1:
+        raise TraceError(
+            f"{name} ({kind}) has dropout between its layers, which torch loses when it is captured (seen on 2.13)\n"
+            f"try: {kind}s of one layer each, with nn.Dropout between them"
         )
     if compat.boxed_hooks(module):
         raise TraceError(
@@ -79,7 +84,7 @@ def _parameter(name: str, parameter: torch.Tensor) -> None:
         raise TraceError(
             f"parameter {name} has no shape yet (a lazy module)\ntry: run the model once on one batch first"
         )
-    _plain(f"parameter {name}", parameter)
+    plain(f"parameter {name}", parameter)
     if parameter.requires_grad and not parameter.dtype.is_floating_point:
         raise TraceError(
             f"parameter {name} is trainable and {parameter.dtype}: only floating-point parameters train here"
@@ -91,7 +96,8 @@ def _parameter(name: str, parameter: torch.Tensor) -> None:
         )
 
 
-def _plain(what: str, tensor: torch.Tensor) -> None:
+def plain(what: str, tensor: torch.Tensor) -> None:
+    """Refuses quantised and sparse tensors, and subclasses."""
     kind = type(tensor)
     if tensor.is_quantized:
         raise TraceError(f"{what} is quantised ({tensor.dtype})\ntry: plan the model before it is quantised")

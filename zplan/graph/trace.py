@@ -71,6 +71,8 @@ def trace(
     refuse.model(model)
     leaves = Leaves.of(batch, "batch")
     refuse.leaves(leaves.fixed, leaves.paths, "the batch holds")
+    for name, leaf in leaves.tensors.items():
+        refuse.plain(name, leaf)
     _, groups = groups_of(optimizer, model)
     if not groups:
         raise TraceError("no parameter to train: none has requires_grad=True and is in an optimizer group")
@@ -106,7 +108,7 @@ def trace(
         constants={value: getattr(captured.module, str(node.target)) for value, node in lifted.constants.items()},
         batch_spec=leaves.spec,
         batch_names=leaves.paths,
-        batch_leaves=leaves.fill([leaf.to("meta") for leaf in leaves.tensors.values()]),
+        batch_leaves=leaves.fill([torch.empty_like(leaf, device="meta") for leaf in leaves.tensors.values()]),
         output=captured.outputs,
     )
 

@@ -49,8 +49,8 @@ def lower(graph: Graph, ownership: Ownership, *, native_all_reduce: bool = False
             body.append(Run(op.name))
             body += [Free(whole(bucket)) for bucket in last.get(index, ())]
             if phase is backward:
-                for bucket in ready.get(op.name, ()):
-                    body += _reduce(bucket, ids, native_all_reduce)
+                for complete in ready.get(op.name, ()):
+                    body += _reduce(complete, ids, native_all_reduce)
     trained = tuple(bucket for bucket in ownership.buckets if bucket.trains)
     if trained:
         body.append(Update(tuple(bucket.name for bucket in trained)))
@@ -137,7 +137,7 @@ def _reduce(bucket: Bucket, ids: "_Ids", native: bool) -> list[Instruction]:
         return [Pack(name), reduce, Wait(reduce.id), Free(flat(name))]
     scatter = ReduceScatter(ids.next(), name)
     gather = GatherGradient(ids.next(), name)
-    after = [Wait(scatter.id), Free(flat(name)), gather, Wait(gather.id), Free(grad(name))]
+    after: list[Instruction] = [Wait(scatter.id), Free(flat(name)), gather, Wait(gather.id), Free(grad(name))]
     return [Pack(name), scatter, *after]
 
 

@@ -203,9 +203,9 @@ class _Ledger:
             case Wait(id):
                 launch = self._launches[id]
                 if isinstance(launch, ReduceScatter):
-                    bucket = program.bucket(launch.bucket)
-                    self._add(grad(launch.bucket), bucket.part_nbytes, Category.GRADIENTS, index)
-                    return sum_nbytes(bucket)
+                    reduced = program.bucket(launch.bucket)
+                    self._add(grad(launch.bucket), reduced.part_nbytes, Category.GRADIENTS, index)
+                    return sum_nbytes(reduced)
             case Update():
                 return self._scratch
         return 0
@@ -262,8 +262,8 @@ def staging_nbytes(launch: Launch, bucket: Bucket, *, device: str) -> int:
     """What a backend holds from launch to wait besides what the instruction takes and makes.
 
     gloo (measured on torch 2.13): an all-gather clones its input, lets go of it, and fills a second buffer of the whole
-    size on its own thread; the all-to-all that a reduce-scatter is made of receives into a buffer of the whole size, and has no
-    staging of its own. NCCL reads and writes in place.
+    size on its own thread; the all-to-all that a reduce-scatter is made of receives into a buffer of the whole size,
+    and has no staging of its own. NCCL reads and writes in place.
     """
     if device != "cpu":
         return 0

@@ -44,7 +44,7 @@ class Traffic:
         found: dict[str, int] = {}
         for instruction, nbytes in zip(self.program.instructions, self.by_instruction, strict=True):
             if nbytes:
-                kind = kinds.get(type(instruction), "gather gradients")  # type: ignore[call-overload]
+                kind = kinds.get(type(instruction), "gather gradients")
                 found[kind] = found.get(kind, 0) + nbytes
         return found
 

@@ -57,7 +57,9 @@ def of_plan(plan: Plan) -> Report:
     lines = [f"parameter {t.name}: {t.dtype}{list(t.shape)}, trained: {t.grad is not None}" for t in graph.tensors]
     lines += [f"batch {name}: {graph.values[name].dtype}{list(graph.values[name].shape)}" for name in graph.batch]
     lines += [f"op {op.name}: {op.target}({op.literals})" for op in graph.ops]
-    lines += [f"bucket {b.name}: stage {b.stage}, {len(b.slots)} tensors, part {b.part}" for b in plan.ownership.buckets]
+    lines += [
+        f"bucket {b.name}: stage {b.stage}, {len(b.slots)} tensors, part {b.part}" for b in plan.ownership.buckets
+    ]
     return Report(plan=plan.hash, spec=repr(plan.spec), lines=tuple(lines))
 
 
@@ -75,5 +77,3 @@ def _differ(reports: list[Report]) -> str:
             break
     lines.append("try: the same model, batch shapes, options and torch on every rank")
     return "\n".join(lines)
-
-

@@ -44,5 +44,3 @@ def storages(step: TrainStep, batch: Any) -> dict[int, int]:
     for state in step.optimizer.state.values():
         tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
     return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-
-

@@ -137,5 +137,3 @@ def bind(trace: Trace, batch: Any) -> dict[str, torch.Tensor]:
             )
         tensors[name] = leaf
     return tensors
-
-
