@@ -10,7 +10,6 @@ import functools
 import json
 import os
 import tempfile
-import warnings
 from typing import Any
 
 import torch
@@ -33,9 +32,7 @@ def cases() -> dict[str, Any]:
         return work.model, work.loss_fn, next(work.batches(0, 1))
 
     def odd() -> Any:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch says that it leaves the linear without outputs as it is
-            model = models.OddMLP()
+        model = models.OddMLP()
         return model, model.loss_fn, model.make_batch(0)
 
     return {"gpt 10.7M": gpt, "odd mlp": odd}

@@ -23,7 +23,7 @@ from torch import nn
 
 import zplan
 
-WIDTH, LAYERS, HEADS, CONTEXT, BATCH = 384, 6, 6, 128, 6
+WIDTH, LAYERS, HEADS, CONTEXT, BATCH = 384, 6, 6, 64, 8
 
 
 class Block(nn.Module):
@@ -88,7 +88,7 @@ def batches(rank: int, world: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]
 def job() -> zplan.Job:
     torch.manual_seed(0)
     model = GPT(WIDTH, LAYERS, HEADS, CONTEXT)
-    return zplan.Job(model, loss_fn, batches, functools.partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.01))
+    return zplan.Job(model, loss_fn, batches, functools.partial(torch.optim.AdamW, lr=6e-4, betas=(0.9, 0.95)))
 
 
 def show_plans(console: Console, *, world: int) -> None:
@@ -156,7 +156,7 @@ def weights_after(*, stage: int, steps: int) -> dict[str, torch.Tensor]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=120, help="training steps (default 120)")
+    parser.add_argument("--steps", type=int, default=150, help="training steps (default 150)")
     parser.add_argument("--stage", type=int, default=3, help="stage to train at (default 3)")
     options = parser.parse_args()
     dist.init_process_group("gloo")

@@ -74,6 +74,9 @@ def test_slices_cover_every_trained_bucket_once_and_each_lies_in_one_group(case:
                         assert slot.group == piece.group
                 for element in range(piece.start, piece.stop):
                     covered[element] += 1
+        for rank in range(ownership.world):
+            groups = [piece.group for piece in ownership.slices(rank) if piece.bucket == bucket.name]
+            assert len(groups) == len(set(groups)), "a rank's share of a group is one slice"
         times = 0 if not bucket.trains else ownership.world if bucket.state_whole else 1
         assert covered == [times] * bucket.numel
 

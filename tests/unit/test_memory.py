@@ -176,6 +176,14 @@ def test_state_is_that_of_the_rank_that_holds_most() -> None:
     assert state_nbytes(whole) == 192 * 8 + 2 * 4
 
 
+def test_state_is_not_that_of_rank_0() -> None:
+    """Three parts of 128; the border of the groups lies in the second, whose rank has two slices of 64."""
+    graph = dag_graph([Param(numel=190), Param(numel=100, group=1)], [Node(weights=(0, 1))])
+    program = lower(graph, own(graph, world=3, bucket_nbytes=1 << 20))
+    assert state_nbytes(program) == 128 * 8 + 2 * 4
+    assert scratch_nbytes(program) == 128 * 8
+
+
 def test_an_optimizer_without_state() -> None:
     bare = Optimizer(
         "SGD", tuple(replace(g, state_per_element=0, state_per_slice=0, scratch_largest=0) for g in ADAM.groups)

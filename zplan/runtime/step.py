@@ -60,7 +60,9 @@ class TrainStep:
             raise SpecError(f"step takes one batch, and got {len(batches)}: several micro-batches are not there yet")
         values = self._fixed | bind(self.trace, batches[0])
         residents = [values[name] for name in self._inputs]
-        with torch.no_grad():
+        # Nothing here needs a gradient, but some kernels keep what their backward reads only where one could be asked
+        # for; and the casts of an autocast are in the graph already.
+        with torch.enable_grad(), torch.autocast(self.plan.graph.device, enabled=False):
             outputs = self.module(residents)
         return self.trace.unflatten(outputs)
 
@@ -135,5 +137,5 @@ def bind(trace: Trace, batch: Any) -> dict[str, torch.Tensor]:
                 f"{name} is {leaf.dtype}{list(leaf.shape)} on {leaf.device.type}, but {traced.dtype}"
                 f"{list(traced.shape)} on {graph.device} was traced: compile again for it, or pad the batch"
             )
-        tensors[name] = leaf
+        tensors[name] = leaf.detach()
     return tensors
