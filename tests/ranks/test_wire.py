@@ -10,7 +10,7 @@ import zplan
 from tests import models
 from zplan.runtime.comm import Comm
 
-STEPS = 12
+STEPS, ROUNDS = 4, 5
 
 
 def loopback_nbytes() -> int:
@@ -30,15 +30,18 @@ def steps_on_the_wire(comm: Comm, stage: int) -> tuple[int, int, int, int]:
         model, model.loss_fn, batch, optimizer=adamw, group=comm.group, stage=stage, bucket="1MB", prefetch=2
     )
     step(batch)
-    comm.barrier()
-    before = loopback_nbytes()
-    comm.barrier()
-    for _ in range(STEPS):
-        step(batch)
-    comm.barrier()
-    after = loopback_nbytes()
-    comm.barrier()
-    return after - before, step.plan.traffic.bytes_per_rank, step.plan.traffic.padding_nbytes, numel
+    rounds = []
+    for _ in range(ROUNDS):
+        comm.barrier()
+        before = loopback_nbytes()
+        comm.barrier()
+        for _ in range(STEPS):
+            step(batch)
+        comm.barrier()
+        rounds.append(loopback_nbytes() - before)
+        comm.barrier()
+    # The interface is the machine's: whatever else talks on it can only add.
+    return min(rounds), step.plan.traffic.bytes_per_rank, step.plan.traffic.padding_nbytes, numel
 
 
 @pytest.mark.parametrize("world", [2, 3])

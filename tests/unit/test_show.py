@@ -332,3 +332,10 @@ def test_a_model_without_parameters() -> None:
     made = plan(graph)
     assert "stage=none" in str(made)
     assert "stage=none" in str(made.schedule)
+
+
+def test_a_very_long_row_pushes_only_its_own_bytes_to_the_right() -> None:
+    graph = chain(2)
+    ops = tuple(replace(op, literals="[64], " * 40) if op.name == "f1" else op for op in graph.ops)
+    lines = plan(replace(graph, ops=ops)).schedule.text(ops=True).splitlines()
+    assert [len(line) > 140 for line in lines if "KiB" in line].count(True) == 1
