@@ -27,7 +27,7 @@ test-torch: ## pytest on another torch, in a venv of its own: make test-torch VE
 	@$(MAKE) --no-print-directory $(TORCH_VENV)/.stamp
 	$(TORCH_VENV)/bin/python -m pytest
 
-gpu: $(VENV)/.stamp ## the tests that need a CUDA device
+gpu: $(VENV)/.stamp ## the tests that need a CUDA device (they skip without one)
 	$(VENV)/bin/python -m pytest -m gpu tests/gpu
 
 format: $(VENV)/.stamp ## format the code and apply ruff's safe fixes
