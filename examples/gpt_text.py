@@ -156,7 +156,7 @@ def weights_after(*, stage: int, steps: int) -> dict[str, torch.Tensor]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=150, help="training steps (default 150)")
+    parser.add_argument("--steps", type=int, default=220, help="training steps (default 220)")
     parser.add_argument("--stage", type=int, default=3, help="stage to train at (default 3)")
     options = parser.parse_args()
     dist.init_process_group("gloo")

@@ -11,7 +11,8 @@ STAGES = (0, 1, 2, 3)
 PREFETCH = (0, 1, 3)
 BUCKETS = (4_000, 200_000)
 DEPTHS = (1, 2)
-ALL = list(itertools.product(CASES, (1, 2, 3), STAGES, PREFETCH, BUCKETS, DEPTHS))
+MODELS = ("gpt", "odd", "gpt mixed", "odd mixed")
+ALL = list(itertools.product(MODELS, (1, 2, 3), STAGES, PREFETCH, BUCKETS, DEPTHS))
 
 
 def pairwise(rows: list[tuple]) -> list[tuple]:
