@@ -2,7 +2,7 @@
 
 Every instruction is one contiguous run of nodes that carry its index in `meta["instruction"]`. The runnable graph has a
 single placeholder, a list of residents that it empties: nothing is held by the caller. A `Free` is a call that takes
-the value for the last time, after which the generated code drops the name.
+the value for the last time, after which the generated code drops the name; what a collective had in hand is emptied.
 """
 
 import operator
@@ -32,6 +32,7 @@ from zplan.planner.program import (
     gradient,
     makes,
     part,
+    takes,
     whole,
 )
 from zplan.runtime import comm as nodes
@@ -82,6 +83,12 @@ class _Writer:
         self.value_of: Mapping[fx.Node, str] = {node: value for value, node in trace.node.items()}
         self.read = _tensors_read(program)
         self.copied: dict[fx.Node, fx.Node] = {}
+        self.retire = _retire(comm)
+        # What gloo's thread may still hold when it is freed; see `Comm`.
+        self.handed = frozenset[str]()
+        if not self.native:
+            launches = [x for x in program.instructions if isinstance(x, ReduceScatter | GatherGradient)]
+            self.handed = frozenset(takes(launch) for launch in launches)
         boxed = self.graph.placeholder("residents")
         for i, name in enumerate(inputs(program)):
             self.node[name] = self.emit(operator.getitem, (boxed, i))
@@ -125,7 +132,7 @@ class _Writer:
         bucket = self.program.ownership.bucket.get(value.partition(":")[0])
         if bucket is not None and value == whole(bucket.name):
             dying += [self.node.pop(slot.tensor) for slot in bucket.slots if slot.tensor in self.node]
-        self.emit(nodes.release, tuple(dying))
+        self.emit(self.retire if value in self.handed else nodes.release, tuple(dying))
 
     def pack(self, bucket: Bucket) -> None:
         grads = [self.node[self._grad(slot)] for slot in bucket.slots]
@@ -151,7 +158,8 @@ class _Writer:
         bucket = self.program.bucket(launch.bucket)
         match launch:
             case ReduceScatter() if not self.native:
-                node = self.emit(nodes.mean_in_rank_order, (node, bucket.world))
+                received, node = node, self.emit(nodes.mean_in_rank_order, (node, bucket.world))
+                self.emit(self.retire, (received,))
             case ReduceScatter() | AllReduce():
                 node = self.emit(nodes.mean_in_place, (node, bucket.world))
             case Gather():
@@ -181,6 +189,13 @@ class _Writer:
     def _argument(self, original: fx.Node) -> fx.Node:
         value = self.value_of.get(original)
         return self.copied[original] if value is None else self.node[value]
+
+
+def _retire(comm: Comm) -> Callable[..., None]:
+    def retire(*tensors: torch.Tensor) -> None:
+        comm.retire(*tensors)
+
+    return retire
 
 
 def _contiguous(shape: Sequence[int]) -> list[int]:

@@ -36,7 +36,8 @@ class State:
             if sync:
                 comm.broadcast(flat)
             if not bucket.whole_at_rest:
-                flat = flat[comm.rank * bucket.part : (comm.rank + 1) * bucket.part].clone()
+                whole_flat, flat = flat, flat[comm.rank * bucket.part : (comm.rank + 1) * bucket.part].clone()
+                comm.retire(whole_flat)
             self.held[bucket.name] = flat
             for slot in bucket.slots:
                 del parameters[slot.tensor]
@@ -71,9 +72,10 @@ class State:
                 tensors |= dict.fromkeys(self._aliases[slot.tensor], copy)
         for name, buffer in self.model.state_dict().items():
             if name not in tensors:
-                copy = buffer.detach().clone()
-                self.comm.broadcast(copy)
-                tensors[name] = copy
+                sent = buffer.detach().clone()
+                self.comm.broadcast(sent)
+                tensors[name] = sent.clone()
+                self.comm.retire(sent)
         return {name: tensors[name] for name in self.model.state_dict()}
 
     @contextmanager
