@@ -1,16 +1,13 @@
 """What a running step does, seen from outside: gathers counted, storages watched at the border, order of nodes."""
 
-import time
-
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zplan
 from tests.ranks.training import CASES, build
 from zplan.graph.ir import Phase
-from zplan.planner.program import Gather, Launch, Run, Wait, is_chain
+from zplan.planner.program import Gather, Launch, Program, Run, Wait, is_chain
 from zplan.runtime.comm import Comm
 from zplan.runtime.rewrite import INSTRUCTION
 
@@ -18,29 +15,33 @@ c10d = torch.ops._c10d_functional
 
 
 class Collectives(TorchDispatchMode):
-    """Counts collectives and remembers the storage of everything that was gathered."""
+    """Counts collectives and remembers the storage of everything that was gathered.
 
-    def __init__(self) -> None:
+    On gloo every launch is an all-to-all: which one is a gather is known from the program, whose order is tested too.
+    """
+
+    def __init__(self, program: Program) -> None:
         super().__init__()
+        self.launches = [x for x in program.instructions if isinstance(x, Launch)]
+        self.launched = 0
         self.calls: list[str] = []
-        self.gathered: list[StorageWeakRef] = []
+        self.sizes: list[int] = []
+        self.gathered: list[torch.UntypedStorage] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if func.namespace == "_c10d_functional":
             self.calls.append(func._schema.name.partition("::")[2])
-            if func is c10d.all_gather_into_tensor.default:
-                self.gathered.append(StorageWeakRef(result.untyped_storage()))
+            if func is c10d.all_to_all_single.default:
+                if isinstance(self.launches[self.launched], Gather):
+                    self.gathered.append(result.untyped_storage())
+                self.launched += 1
+                self.sizes.append(result.numel())
         return result
 
-    def alive(self, *, expected: int = 0) -> int:
-        """How many are alive; looks again for a second, as gloo's thread lets go of work a moment after its wait."""
-        for _ in range(100):
-            found = sum(not storage.expired() for storage in self.gathered)
-            if found == expected:
-                break
-            time.sleep(0.01)
-        return found
+    def alive(self) -> int:
+        """How many gathered storages still hold memory: at its `Free` a gathered bucket is emptied."""
+        return sum(storage.nbytes() > 0 for storage in self.gathered)
 
 
 def compiled(comm: Comm, name: str, **options) -> zplan.TrainStep:
@@ -60,11 +61,11 @@ def watch(comm: Comm, name: str, stage: int, prefetch: int, bucket: int = 4_000)
     """One step with a probe between forward and backward."""
     step = compiled(comm, name, stage=stage, prefetch=prefetch, bucket=bucket)
     seen: dict[str, int] = {}
-    collectives = Collectives()
+    collectives = Collectives(step.plan.program)
 
     def probe() -> None:
         seen["before"] = len(collectives.gathered)
-        seen["alive"] = collectives.alive(expected=0 if stage == 3 else reads(step, Phase.BACKWARD))
+        seen["alive"] = collectives.alive()
 
     boundary = step.plan.program.boundary
     graph = step.module.graph
@@ -114,18 +115,15 @@ def order(comm: Comm, name: str, stage: int) -> None:
     tags = [node.meta[INSTRUCTION] for node in step.module.graph.nodes if INSTRUCTION in node.meta]
     assert tags == sorted(tags)
     assert set(tags) == {-1, *range(len(program.instructions) + 1)}
-    collectives = Collectives()
+    collectives = Collectives(step.plan.program)
     with collectives:
         step(CASES[name].batch(0))
-    kinds = {True: "all_gather_into_tensor", False: "all_to_all_single"}
-    expected = []
-    for instruction in program.instructions:
-        if isinstance(instruction, Launch):
-            is_gather = isinstance(instruction, Gather) or type(instruction).__name__ == "GatherGradient"
-            expected.append(kinds[is_gather])
-        elif isinstance(instruction, Wait):
-            expected.append("wait_tensor")
-    assert collectives.calls == expected
+    names = [(x, "all_to_all_single" if isinstance(x, Launch) else "wait_tensor") for x in program.instructions]
+    assert collectives.calls == [name for x, name in names if isinstance(x, Launch | Wait)]
+    assert collectives.launched == len(collectives.launches) > 2
+    # What a launch sends: the repeated part, or packed gradients, of the planned bucket.
+    sizes = [program.bucket(x.bucket).numel for x in collectives.launches]
+    assert collectives.sizes == sizes
     assert any(isinstance(instruction, Run) for instruction in program.instructions)
 
 
@@ -241,7 +239,7 @@ def test_a_world_of_one_has_no_group_and_no_collective() -> None:
     torch.manual_seed(0)
     comm = Comm(None)
     step = compiled(comm, "odd", stage=3)
-    collectives = Collectives()
+    collectives = Collectives(step.plan.program)
     with collectives, step:
         step(CASES["odd"].batch(0))
     assert collectives.calls == []

@@ -261,9 +261,9 @@ def staging(id: int) -> str:
 def staging_nbytes(launch: Launch, bucket: Bucket, *, device: str) -> int:
     """What a backend holds from launch to wait besides what the instruction takes and makes.
 
-    gloo (measured on torch 2.13): an all-gather clones its input, lets go of it, and fills a second buffer of the whole
-    size on its own thread; the all-to-all that a reduce-scatter is made of receives into a buffer of the whole size,
-    and has no staging of its own. NCCL reads and writes in place.
+    On gloo an all-gather sends a repeated copy of the part, as large as what it makes, and a reduce-scatter receives
+    into a buffer as large as what it takes (see runtime/comm.py); the all-to-all beneath both has no staging of its own
+    (measured on torch 2.13). NCCL reads and writes in place.
     """
     if device != "cpu":
         return 0

@@ -1,7 +1,9 @@
 """Comm: the collectives of one process group, as nodes of a graph and as calls.
 
-On gloo a reduce-scatter is an all-to-all and a sum in rank order: half the bytes and half the time of gloo's own,
-and the same bits whatever the bucket. NCCL uses its own.
+On gloo both are made of an all-to-all. A reduce-scatter is one of the local gradients and a sum in rank order: half the
+bytes and half the time of gloo's own, and the same bits whatever the bucket. An all-gather is one of the repeated part:
+gloo's own fills a buffer of the same size behind the scenes, from a moment to a moment that nobody can plan. NCCL uses
+its own.
 """
 
 from collections import deque
@@ -62,15 +64,19 @@ class Comm:
         """part: [n] on each rank -> [world * n]."""
         if self.group is None:
             return part
-        out = functional_collectives.all_gather_into_tensor(part, self.world, self.name)
+        repeated = part.repeat(self.world)
+        splits = [part.numel()] * self.world
+        out = functional_collectives.all_to_all_single(repeated, splits, splits, self.name)
         whole: torch.Tensor = functional_collectives.wait_tensor(out)
+        self.retire(repeated)
         return whole
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         """value: the same shape on each rank -> its mean over ranks, summed in rank order."""
-        own = value.detach().clone().reshape(-1)
-        mean = mean_in_rank_order(self.gather(own), self.world).view(value.shape)
-        self.retire(own)
+        gathered = self.gather(value.detach().reshape(-1))
+        mean = mean_in_rank_order(gathered, self.world).view(value.shape)
+        if self.group is not None:
+            self.retire(gathered)
         return mean
 
     def exchange(self, item: Any) -> list[Any]:
@@ -93,11 +99,14 @@ def start_gather(emit: Emit, comm: Comm, part: Any) -> Any:
     return emit(functional_collectives.all_gather_into_tensor.default, (part, comm.world, comm.name))
 
 
-def start_reduce_scatter(emit: Emit, comm: Comm, flat: Any, part: int, *, native: bool) -> Any:
-    if native:
-        return emit(functional_collectives.reduce_scatter_tensor.default, (flat, "sum", comm.world, comm.name))
+def start_exchange(emit: Emit, comm: Comm, flat: Any, part: int) -> Any:
+    """flat: [world * part]; part r goes to rank r -> the same part from each rank, in rank order."""
     splits = [part] * comm.world
     return emit(functional_collectives.all_to_all_single.default, (flat, splits, splits, comm.name))
+
+
+def start_reduce_scatter(emit: Emit, comm: Comm, flat: Any) -> Any:
+    return emit(functional_collectives.reduce_scatter_tensor.default, (flat, "sum", comm.world, comm.name))
 
 
 def start_all_reduce(emit: Emit, comm: Comm, flat: Any) -> Any:

@@ -15,6 +15,7 @@ from torch import fx
 from zplan.graph.trace import Trace
 from zplan.planner.buckets import Bucket, Slot
 from zplan.planner.program import (
+    LAUNCHES,
     AllReduce,
     Free,
     Gather,
@@ -28,10 +29,8 @@ from zplan.planner.program import (
     Update,
     Wait,
     flat,
-    grad,
     gradient,
     makes,
-    part,
     takes,
     whole,
 )
@@ -79,6 +78,7 @@ class _Writer:
         self.graph = fx.Graph()
         self.node: dict[str, fx.Node] = {}
         self.started: dict[int, tuple[Launch, fx.Node]] = {}
+        self.repeated: dict[int, fx.Node] = {}
         self.index = -1
         self.value_of: Mapping[fx.Node, str] = {node: value for value, node in trace.node.items()}
         self.read = _tensors_read(program)
@@ -87,8 +87,9 @@ class _Writer:
         # What gloo's thread may still hold when it is freed; see `Comm`.
         self.handed = frozenset[str]()
         if not self.native:
-            launches = [x for x in program.instructions if isinstance(x, ReduceScatter | GatherGradient)]
-            self.handed = frozenset(takes(launch) for launch in launches)
+            launches = [x for x in program.instructions if isinstance(x, LAUNCHES)]
+            made = {makes(launch) for launch in launches if not isinstance(launch, ReduceScatter)}
+            self.handed = frozenset({takes(x) for x in launches if isinstance(x, ReduceScatter)} | made)
         boxed = self.graph.placeholder("residents")
         for i, name in enumerate(inputs(program)):
             self.node[name] = self.emit(operator.getitem, (boxed, i))
@@ -132,7 +133,10 @@ class _Writer:
         bucket = self.program.ownership.bucket.get(value.partition(":")[0])
         if bucket is not None and value == whole(bucket.name):
             dying += [self.node.pop(slot.tensor) for slot in bucket.slots if slot.tensor in self.node]
-        self.emit(self.retire if value in self.handed else nodes.release, tuple(dying))
+        if value in self.handed:
+            self.emit(self.retire, (dying.pop(0),))
+        if dying:
+            self.emit(nodes.release, tuple(dying))
 
     def pack(self, bucket: Bucket) -> None:
         grads = [self.node[self._grad(slot)] for slot in bucket.slots]
@@ -141,20 +145,26 @@ class _Writer:
 
     def launch(self, launch: Launch) -> None:
         bucket = self.program.bucket(launch.bucket)
+        source = self.node[takes(launch)]
         match launch:
-            case Gather():
-                node = nodes.start_gather(self.emit, self.comm, self.node[part(bucket.name)])
-            case GatherGradient():
-                node = nodes.start_gather(self.emit, self.comm, self.node[grad(bucket.name)])
+            case Gather() | GatherGradient() if self.native:
+                node = nodes.start_gather(self.emit, self.comm, source)
+            case Gather() | GatherGradient():
+                repeated = self.emit(torch.ops.aten.repeat.default, (source, [bucket.world]))
+                self.repeated[launch.id] = repeated
+                node = nodes.start_exchange(self.emit, self.comm, repeated, bucket.part)
+            case ReduceScatter() if self.native:
+                node = nodes.start_reduce_scatter(self.emit, self.comm, source)
             case ReduceScatter():
-                source = self.node[flat(bucket.name)]
-                node = nodes.start_reduce_scatter(self.emit, self.comm, source, bucket.part, native=self.native)
+                node = nodes.start_exchange(self.emit, self.comm, source, bucket.part)
             case AllReduce():
-                node = nodes.start_all_reduce(self.emit, self.comm, self.node[flat(bucket.name)])
+                node = nodes.start_all_reduce(self.emit, self.comm, source)
         self.started[launch.id] = (launch, node)
 
     def wait(self, launch: Launch, started: fx.Node) -> None:
         node = nodes.finish(self.emit, started)
+        if launch.id in self.repeated:
+            self.emit(self.retire, (self.repeated.pop(launch.id),))
         bucket = self.program.bucket(launch.bucket)
         match launch:
             case ReduceScatter() if not self.native:
