@@ -35,7 +35,7 @@ def cases() -> dict[str, Any]:
         model = models.OddMLP()
         return model, model.loss_fn, model.make_batch(0)
 
-    return {"gpt 10.7M": gpt, "odd mlp": odd}
+    return {"gpt 10.8M": gpt, "odd mlp": odd}
 
 
 def rank_main(rank: int, world: int, store: str, answers: Any) -> None:

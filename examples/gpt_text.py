@@ -101,8 +101,8 @@ def show_plans(console: Console, *, world: int) -> None:
             work.model, loss_fn, batch, optimizer=work.optimizer, stage=stage, world_size=world, bucket="8MB"
         )
         console.rule(f"stage {stage}: {zplan.STAGES[stage].sent} per rank and step")
-        if stage == 0:
-            print(plan)
+        print(plan)
+        print()
         print(plan.schedule)
         plans.append(plan)
     console.rule("side by side")

@@ -3,6 +3,7 @@
 import functools
 import os
 from collections.abc import Iterator
+from itertools import islice
 
 import torch
 from torch import nn
@@ -59,3 +60,18 @@ def differs() -> zplan.Job:
     """Another model on each rank."""
     width = 16 + 16 * int(os.environ["RANK"])
     return zplan.Job(nn.Sequential(nn.Linear(8, width), nn.Linear(width, 1)), loss_fn, batches, torch.optim.AdamW)
+
+
+def uneven() -> zplan.Job:
+    """Rank 1 has fewer batches."""
+    return zplan.Job(model(), loss_fn, lambda rank, world: islice(batches(rank, world), 9 - 4 * rank), torch.optim.SGD)
+
+
+def other_shape() -> zplan.Job:
+    """The third batch of rank 1 has another shape."""
+
+    def stream(rank: int, world: int) -> Iterator[list[torch.Tensor]]:
+        for i, (x, y) in enumerate(batches(rank, world)):
+            yield [x[:3], y[:3]] if (i, rank) == (2, 1) else [x, y]
+
+    return zplan.Job(model(), loss_fn, stream, torch.optim.SGD)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
         CheckError,
         SpecError,
         StateError,
+        StepError,
         TraceError,
         ZplanError,
     )
@@ -29,6 +30,7 @@ _HOME = {
     "STAGES": ("zplan.planner.stages", "STAGES"),
     "SpecError": ("zplan.errors", "SpecError"),
     "StateError": ("zplan.errors", "StateError"),
+    "StepError": ("zplan.errors", "StepError"),
     "TraceError": ("zplan.errors", "TraceError"),
     "TrainStep": ("zplan.runtime.step", "TrainStep"),
     "ZplanError": ("zplan.errors", "ZplanError"),
@@ -47,6 +49,7 @@ __all__ = [
     "Plan",
     "SpecError",
     "StateError",
+    "StepError",
     "TraceError",
     "TrainStep",
     "ZplanError",

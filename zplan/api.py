@@ -88,11 +88,17 @@ def compile(
     comm, owns_group = _comm(group, model)
 
     def make() -> tuple[Trace, Plan, torch.optim.Optimizer]:
+        _has_weights(model)
         spec = _spec(stage=stage, world_size=comm.world, bucket=bucket, prefetch=prefetch, depth=depth, model=model)
         traced, planned = _planned(model, loss_fn, batch, optimizer, spec)
         return traced, planned, groups_of(optimizer, model)[0]
 
-    traced, planned, stepper = agree.attempt(comm, make, lambda made: agree.of_plan(made[1]))
+    try:
+        traced, planned, stepper = agree.attempt(comm, make, lambda made: agree.of_plan(made[1]))
+    except BaseException:
+        if owns_group:
+            dist.destroy_process_group()
+        raise
     state = State(model, planned.ownership, comm, sync=sync)
     return TrainStep(planned, traced, state, stepper, comm, owns_group=owns_group)
 
@@ -111,6 +117,15 @@ def _spec(*, model: torch.nn.Module, prefetch: int, depth: int, **options: Any) 
 def _device(model: torch.nn.Module) -> torch.device:
     first = next(model.parameters(), None)
     return torch.device("cpu") if first is None or first.device.type == "meta" else first.device
+
+
+def _has_weights(model: torch.nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.device.type == "meta":
+            raise SpecError(
+                f"{name} is on meta, and compile needs real weights: materialise the model first, or build it anew if "
+                "it was compiled before"
+            )
 
 
 def _default_world() -> int:

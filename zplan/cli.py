@@ -3,6 +3,7 @@
 import importlib.util
 import inspect
 import json
+import os
 import sys
 import time
 import traceback
@@ -26,6 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Example: zplan schedule examples/gpt_text.py:job --world 8 --stage 3; `zplan COMMAND --help` has more.",
 )
 
 JobArgument = Annotated[
@@ -152,7 +154,9 @@ def run(
 
 
 def train(step: Any, batches: Iterable[Any], steps: int, console: Console) -> Iterator[float]:
-    """Yields the loss of each step, averaged over ranks."""
+    """Yields the loss of each step, averaged over ranks; ends on all ranks when one has no more batches."""
+    import torch
+
     columns = (
         TextColumn("training"),
         BarColumn(),
@@ -163,7 +167,12 @@ def train(step: Any, batches: Iterable[Any], steps: int, console: Console) -> It
     )
     with Progress(*columns, console=console, disable=console.quiet) as progress:
         bar = progress.add_task("", total=steps, loss="-")
-        for batch in batches:
+        stream = iter(batches)
+        while True:
+            batch = next(stream, None)
+            # A rank whose batches have ended must not leave the others waiting for it.
+            if step.mean(torch.tensor(float(batch is not None), device=step.plan.graph.device)) < 1:
+                return
             loss = step(batch)
             value = step.mean(loss[0] if isinstance(loss, tuple) else loss).item()
             progress.update(bar, advance=1, loss=f"{value:.4f}")
@@ -267,7 +276,20 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"{where}{type(error).__name__}: {error}", file=sys.stderr)
             if where:
                 print("(--traceback shows the whole way there)", file=sys.stderr)
-        raise SystemExit(1) from None
+        leave(1)
+
+
+def leave(code: int) -> None:
+    """Ends the process at once where it is one of several ranks: the others may never come to an orderly end.
+
+    The usual way out waits for threads of the process group, and dies of it when another rank is gone.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    raise SystemExit(code) from None
 
 
 def origin(error: BaseException) -> str:

@@ -24,6 +24,10 @@ class AgreementError(ZplanError):
     """The ranks do not hold the same plan, or one of them failed; raised on every rank with the same words."""
 
 
+class StepError(ZplanError):
+    """A running step failed at one instruction; what the rank holds may be torn, and the step takes no more batches."""
+
+
 class StateError(ZplanError):
     """A call that the training step cannot honour in the state it is in."""
 

@@ -1,17 +1,20 @@
 """Printed programs of traced models, before and after each pass, and their plans."""
 
 import functools
+from collections import Counter
 
 import pytest
 import torch
 
 import zplan
 from tests import models
+from zplan.graph.ir import OpKind
 from zplan.graph.trace import trace
 from zplan.planner.check import check
 from zplan.planner.lower import lower
 from zplan.planner.memory import Memory
 from zplan.planner.pipeline import passes
+from zplan.planner.program import Run, is_chain
 from zplan.planner.show import schedule_text
 from zplan.planner.traffic import Traffic
 
@@ -64,3 +67,19 @@ def test_a_plan_has_the_same_hash_in_every_run(name: str) -> None:
         assert plan.graph.hash == traced.graph.hash
         hashes.add(plan.hash)
     assert len(hashes) == 1
+
+
+def test_casts_of_weights_run_in_both_phases() -> None:
+    """Under autocast backward reads the bf16 copies that forward made: they are made again."""
+    model = gpt()
+
+    def loss_fn(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return models.GPT.loss_fn(model, batch)
+
+    plan = zplan.plan(model, loss_fn, model.make_batch(0), optimizer=ADAMW, stage=3, world_size=2)
+    runs = Counter(x.op for x in plan.program.instructions if isinstance(x, Run))
+    casts = [op for op in plan.graph.ops if op.kind is OpKind.CAST and is_chain(plan.graph, op)]
+    twice = {op.module for op in casts if runs[op.name] == 2}
+    assert {f"blocks.{i}.{name}" for i in range(2) for name in ("qkv", "out", "up", "down")} <= twice
+    assert all(runs[op.name] == 1 for op in plan.graph.ops if not is_chain(plan.graph, op))

@@ -1,5 +1,7 @@
 """Ranks that differ or fail end with the same words, at once."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -12,7 +14,7 @@ def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return model(batch).square().mean()
 
 
-def compiled(comm: Comm, *, width: int = 8, rows: int = 4, fail_on: int | None = None, **options) -> str:
+def compiled(comm: Comm, *, width=8, rows=4, fail_on=None, optimizer=torch.optim.AdamW, **options) -> str:
     model = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 1))
 
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -20,9 +22,8 @@ def compiled(comm: Comm, *, width: int = 8, rows: int = 4, fail_on: int | None =
             raise ValueError("my own words")
         return loss_fn(model, batch)
 
-    adamw = torch.optim.AdamW
     try:
-        zplan.compile(model, loss, torch.ones(rows, 8), optimizer=adamw, group=comm.group, **options)
+        zplan.compile(model, loss, torch.ones(rows, 8), optimizer=optimizer, group=comm.group, **options)
     except zplan.ZplanError as error:
         return f"{type(error).__name__}: {error}"
     return "fine"
@@ -38,6 +39,34 @@ def other_width(comm: Comm) -> str:
 
 def other_rows(comm: Comm) -> str:
     return compiled(comm, stage=2, rows=4 + comm.rank)
+
+
+def other_lr(comm: Comm) -> str:
+    return compiled(comm, stage=0, optimizer=functools.partial(torch.optim.AdamW, lr=1e-3 * (1 + comm.rank)))
+
+
+def other_amsgrad(comm: Comm) -> str:
+    return compiled(comm, stage=1, optimizer=functools.partial(torch.optim.AdamW, amsgrad=comm.rank == 1))
+
+
+def on_meta(comm: Comm) -> str:
+    model = nn.Linear(8, 1, device="meta")
+    try:
+        zplan.compile(model, loss_fn, torch.ones(4, 8), optimizer=torch.optim.AdamW, group=comm.group, stage=1)
+    except zplan.SpecError as error:
+        return str(error)
+    return "fine"
+
+
+def compiled_twice(comm: Comm) -> str:
+    model = nn.Linear(8, 1)
+    arguments = (model, loss_fn, torch.ones(4, 8))
+    zplan.compile(*arguments, optimizer=torch.optim.AdamW, group=comm.group, stage=1)
+    try:
+        zplan.compile(*arguments, optimizer=torch.optim.AdamW, group=comm.group, stage=1)
+    except zplan.SpecError as error:
+        return str(error)
+    return "fine"
 
 
 def one_fails(comm: Comm) -> str:
@@ -58,6 +87,10 @@ def all_ask_for_stage_5(comm: Comm) -> str:
         (other_stage, 2, ["AgreementError: the ranks hold different plans", "stage=2", "stage=1", "on rank 1"]),
         (other_width, 3, ["first difference: rank 0 has parameter 0.weight: fp32[8, 8]", "rank 2 has", "[16, 8]"]),
         (other_rows, 2, ["rank 0 has batch batch: fp32[4, 8]", "rank 1 has batch batch: fp32[5, 8]"]),
+        (other_lr, 2, ["the ranks hold different plans", "optimizer AdamW, group 0", "lr=0.001", "lr=0.002"]),
+        (other_amsgrad, 2, ["the ranks hold different plans", "optimizer AdamW, group 0", "amsgrad"]),
+        (on_meta, 2, ["weight is on meta, and compile needs real weights"]),
+        (compiled_twice, 2, ["weight is on meta", "build it anew if it was compiled before"]),
         (one_fails, 3, ["AgreementError: 1 of 3 ranks failed, 2 did not", "rank 1: TraceError", "my own words"]),
         (all_fail, 2, ["TraceError", "my own words"]),
         (all_ask_for_stage_5, 2, ["SpecError: stage 5 does not exist: there are 0, 1, 2 and 3"]),

@@ -21,6 +21,7 @@ def call(*words: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:
 
 def test_help_shows_an_example() -> None:
     assert "zplan schedule examples/gpt_text.py:job --world 8 --stage 3" in call("schedule", "--help").stdout
+    assert "zplan schedule examples/gpt_text.py:job" in call("--help").stdout
     example = " ".join(call("run", "--help").stdout.split())
     assert "torchrun --standalone --nproc-per-node 2 -m zplan run examples/gpt_text.py:job --stage 2" in example
 
@@ -93,6 +94,22 @@ def test_ranks_with_different_models_all_say_so() -> None:
     assert found.returncode != 0
     assert found.stderr.count("AgreementError: the ranks hold different plans") == 2
     assert "first difference: rank 0 has parameter 0.weight: fp32[16, 8]" in found.stderr
+
+
+def test_ranks_stop_together_when_one_has_no_more_batches() -> None:
+    found = call("run", f"{JOBS}:uneven", "--stage", "1", "--steps", "8", ranks=2)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.startswith("5 steps on 2 ranks")
+    assert "batches ended after 5 of 8 steps" in found.stderr
+
+
+def test_a_batch_of_another_shape_ends_all_ranks_with_words() -> None:
+    found = call("run", f"{JOBS}:other_shape", "--stage", "2", "--steps", "8", ranks=2)
+    assert found.returncode != 0
+    assert (
+        "SpecError: batch.0 is torch.float32[3, 8] on cpu, but torch.float32[64, 8] on cpu was traced" in found.stderr
+    )
+    assert "terminate called" not in found.stderr
 
 
 @pytest.mark.slow

@@ -9,7 +9,9 @@ from tests.ranks.training import CASES, build
 from zplan.graph.ir import Phase
 from zplan.planner.program import Gather, Launch, Program, Run, Wait, is_chain
 from zplan.runtime.comm import Comm
-from zplan.runtime.rewrite import INSTRUCTION
+from zplan.runtime.measure import measure
+from zplan.runtime.rewrite import INSTRUCTION, inputs
+from zplan.runtime.step import bind
 
 c10d = torch.ops._c10d_functional
 
@@ -244,3 +246,114 @@ def test_a_world_of_one_has_no_group_and_no_collective() -> None:
         step(CASES["odd"].batch(0))
     assert collectives.calls == []
     assert all(bucket.whole_at_rest for bucket in step.plan.ownership.buckets)
+
+
+def buffers(comm: Comm) -> None:
+    """A forward inside of `whole_parameters` may put a new tensor in a buffer's place; steps go on from its values."""
+    case = CASES["odd"]
+    step = compiled(comm, "odd", stage=3)
+    step(case.batch(0))
+    with step.whole_parameters() as model:
+        before = model.average.clone()
+        model(case.batch(1)[0])
+        assert not torch.equal(model.average, before)
+    between = {name: tensor.clone() for name, tensor in step.full_state_dict().items()}
+    assert torch.equal(between["average"], model.average)
+    step(case.batch(2))
+    after = step.full_state_dict()
+    for name in ("average", "calls", "norm.running_mean"):
+        assert not torch.equal(after[name], between[name]), name
+        assert torch.equal(after[name], dict(model.named_buffers())[name]), name
+    assert after["calls"] == 3
+
+
+def test_buffers_live_on_through_whole_parameters(pool) -> None:
+    pool.run(1, buffers)
+
+
+def test_nothing_is_held_by_the_caller() -> None:
+    """The list that a step is handed comes back empty, and a batch can be let go while its step still runs."""
+    case = CASES["gpt"]
+    step = compiled(Comm(None), "gpt", stage=3)
+    values = {**step.residents(), **bind(step.trace, case.batch(0))}
+    residents = [values[name] for name in inputs(step.plan.program)]
+    assert len(residents) > 10
+    step.module(residents)
+    assert residents == []
+
+
+def peaks(comm: Comm, stage: int) -> tuple[int, int]:
+    case = CASES["gpt"]
+    step = compiled(comm, "gpt", stage=stage, bucket=40_000)
+    step(case.batch(0))
+    found = measure(step, case.batch(0))
+    assert found.resident_bytes == step.plan.memory.resident_bytes
+    return step.plan.memory.peak_bytes, found.peak_bytes
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_predicted_peak_is_the_measured_one(pool, stage: int) -> None:
+    """Within 2 %: a tensor of a few bytes inside an optimizer or a profiler is not counted."""
+    for predicted, measured in pool.run(2, peaks, stage):
+        assert predicted == pytest.approx(measured, rel=0.02)
+
+
+def one_leaves(comm: Comm) -> str:
+    """What gloo raises at a wait when a peer is gone, raised at the fourth wait."""
+    case = CASES["gpt"]
+    step = compiled(comm, "gpt", stage=3, bucket=4_000)
+    step(case.batch(0))
+    graph = step.module.graph
+    wait = [node for node in graph.nodes if node.target is c10d.wait_tensor.default][3]
+    wait.target = fail
+    step.module.recompile()
+    words = []
+    for _ in range(2):
+        try:
+            step(case.batch(0))
+        except zplan.ZplanError as error:
+            words.append(f"{type(error).__name__}: {error}")
+    return "\n".join(words)
+
+
+def fail(*_: object) -> None:
+    raise RuntimeError("Connection closed by peer")
+
+
+def test_a_failing_step_names_its_instruction_and_takes_no_more(pool) -> None:
+    words = pool.run(1, one_leaves_alone)[0]
+    first, second = words.splitlines()
+    assert first.startswith("StepError: instruction ")
+    assert "forward of blocks.0.up, models.py:" in first
+    assert "aten.addmm.default failed: RuntimeError: out of luck" in first
+    assert second.startswith("StateError: step: an earlier step failed, and what it left may be torn: instruction ")
+
+
+def one_leaves_alone(comm: Comm) -> str:
+    case = CASES["gpt"]
+    step = compiled(comm, "gpt", stage=3)
+    program = step.plan.program
+    op = next(op for op in program.graph.ops if op.module == "blocks.0.up" and op.target == "aten.addmm.default")
+    index = program.instructions.index(Run(op.name))
+    node = next(node for node in step.module.graph.nodes if node.meta.get(INSTRUCTION) == index)
+    node.target = unlucky
+    step.module.recompile()
+    words = []
+    for _ in range(2):
+        try:
+            step(case.batch(0))
+        except zplan.ZplanError as error:
+            words.append(f"{type(error).__name__}: {error}")
+    return "\n".join(words)
+
+
+def unlucky(*_: object) -> None:
+    raise RuntimeError("out of luck")
+
+
+def test_a_lost_rank_is_told_by_the_collective(pool) -> None:
+    for words in pool.run(2, one_leaves):
+        first = words.splitlines()[0]
+        assert first.startswith("StepError: instruction ")
+        assert "the wait for gather 3 of bucket b3 failed: RuntimeError: Connection closed by peer" in first
+        assert "another rank has ended or hangs: look at its own error" in first

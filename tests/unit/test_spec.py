@@ -23,7 +23,7 @@ def test_make_spec() -> None:
     ("options", "words"),
     [
         ({"stage": 4}, "stage 4 does not exist: there are 0, 1, 2 and 3"),
-        ({"stage": "auto"}, "stage 'auto' does not exist: there are 0, 1, 2 and 3"),
+        ({"stage": "auto"}, "stage 'auto' is not there yet: choose 0, 1, 2 or 3"),
         ({"world_size": 0}, "world_size 0: input should be greater than or equal to 1"),
         ({"world_size": 2.5}, "world_size 2.5: input should be a valid integer"),
         ({"bucket": "large"}, "bucket 'large' is no size: write bytes, '25MB' or '80GiB'"),

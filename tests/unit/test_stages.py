@@ -35,7 +35,7 @@ def test_parse_stage(stage: object, number: int) -> None:
     assert parse_stage(stage) == number
 
 
-@pytest.mark.parametrize("stage", [4, -1, "4", "auto", "", 1.0, True, None, "stage 1"])
+@pytest.mark.parametrize("stage", [4, -1, "4", "", 1.0, True, None, "stage 1"])
 def test_parse_stage_refuses_what_does_not_exist(stage: object) -> None:
     with pytest.raises(SpecError) as caught:
         parse_stage(stage, what="rule 1")
@@ -94,3 +94,8 @@ def test_innermost(name: str, module: str) -> None:
 
 def test_innermost_is_none_where_nothing_is_annotated() -> None:
     assert innermost({"a": 1}, "b.weight") is None
+
+
+def test_auto_is_refused_until_it_is_there() -> None:
+    with pytest.raises(SpecError, match="stage 'auto' is not there yet: choose 0, 1, 2 or 3"):
+        parse_stage("auto")

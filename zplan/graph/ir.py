@@ -178,7 +178,9 @@ class Graph:
                     (op.name, op.target, op.inputs, op.outputs, op.phase.value, op.kind.value, op.literals)
                     for op in self.ops
                 ],
-                [self.outputs, self.buffers, self.batch, self.constants, self.device, self.optimizer.name],
+                [self.outputs, self.buffers, self.batch, self.constants, self.device],
+                [self.optimizer.name, [repr(group) for group in self.optimizer.groups]],
+                [sorted(self.storages.items()), [op.workspace for op in self.ops]],
             ]
         )
 

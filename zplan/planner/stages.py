@@ -66,6 +66,8 @@ def parse_stage(stage: object, *, what: str = "stage") -> int:
         return int(stage)
     if isinstance(stage, int) and not isinstance(stage, bool) and stage in STAGES:
         return stage
+    if stage == "auto":
+        raise SpecError(f"{what} 'auto' is not there yet: choose 0, 1, 2 or 3; zplan.compare shows plans side by side")
     raise SpecError(f"{what} {stage!r} does not exist: there are 0, 1, 2 and 3")
 
 

@@ -55,6 +55,7 @@ def of_plan(plan: Plan) -> Report:
     """The hashes of a plan and the lines that tell two plans apart."""
     graph = plan.graph
     lines = [f"parameter {t.name}: {t.dtype}{list(t.shape)}, trained: {t.grad is not None}" for t in graph.tensors]
+    lines += [f"optimizer {graph.optimizer.name}, group {g.index}: {g.options}" for g in graph.optimizer.groups]
     lines += [f"batch {name}: {graph.values[name].dtype}{list(graph.values[name].shape)}" for name in graph.batch]
     lines += [f"op {op.name}: {op.target}({op.literals})" for op in graph.ops]
     lines += [

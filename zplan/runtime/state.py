@@ -1,7 +1,8 @@
 """State: what a rank holds between steps, and the way between it and the user's model."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -12,6 +13,7 @@ from zplan.planner.program import part, whole
 from zplan.runtime.comm import Comm
 
 USE = "open `with step.whole_parameters() as model:` around it"
+KEEP = "take step.full_state_dict() before close(), and load it into a model of your own"
 
 
 class State:
@@ -28,8 +30,10 @@ class State:
         self.held: dict[str, torch.Tensor] = {}
         self._requires_grad = {name: p.requires_grad for name, p in model.named_parameters()}
         self._aliases = _aliases(model)
+        self._buffers = dict(model.named_buffers())
         self._guards: list[torch.utils.hooks.RemovableHandle] = []
         self.whole_is_out = False
+        self.closed = False
         parameters = dict(model.named_parameters())
         for bucket in ownership.buckets:
             flat = _flatten(bucket, parameters)
@@ -49,7 +53,7 @@ class State:
 
     def residents(self) -> dict[str, torch.Tensor]:
         """Every flat part, every tensor of a bucket that is whole at rest, and every buffer, by value name."""
-        found = dict(self.model.named_buffers())
+        found = dict(self._buffers)
         for bucket in self.ownership.buckets:
             flat = self.held[bucket.name]
             if bucket.whole_at_rest:
@@ -97,6 +101,7 @@ class State:
             for bucket in self.ownership.buckets:
                 for slot in bucket.slots:
                     self._place(slot.tensor, torch.empty(slot.shape, dtype=self.held[bucket.name].dtype, device="meta"))
+            self._take_buffers_back()
             self._guard()
             self.whole_is_out = False
 
@@ -111,26 +116,33 @@ class State:
             module, _, leaf = alias.rpartition(".")
             self.model.get_submodule(module).register_parameter(leaf, parameter)
 
+    def _take_buffers_back(self) -> None:
+        """A forward may have put new tensors in the places of buffers: their values go into the ones that steps use."""
+        for name, buffer in self._buffers.items():
+            module, _, leaf = name.rpartition(".")
+            holder = self.model.get_submodule(module)
+            now = getattr(holder, leaf)
+            if now is not buffer:
+                buffer.copy_(now)
+                setattr(holder, leaf, buffer)
+
     def _guard(self) -> None:
         for name, module in self.model.named_modules():
-            self._guards.append(module.register_forward_pre_hook(_refuse(name)))
+            self._guards.append(module.register_forward_pre_hook(self._refuse(name)))
+
+    def _refuse(self, name: str) -> Callable[[torch.nn.Module, Any], None]:
+        def refuse(module: torch.nn.Module, args: Any) -> None:
+            what = f"{name} ({type(module).__name__})" if name else type(module).__name__
+            if self.closed:
+                raise StateError(f"{what} was called, but the step that held its weights is closed: {KEEP}")
+            raise StateError(f"{what} was called, but zplan holds its weights in shards: {USE}")
+
+        return refuse
 
     def _unguard(self) -> None:
         for handle in self._guards:
             handle.remove()
         self._guards.clear()
-
-    def release(self) -> None:
-        """Takes the guards off the model; its parameters stay on `meta`."""
-        self._unguard()
-
-
-def _refuse(name: str):  # type: ignore[no-untyped-def]
-    def refuse(module: torch.nn.Module, args: object) -> None:
-        what = f"{name} ({type(module).__name__})" if name else type(module).__name__
-        raise StateError(f"{what} was called, but zplan holds its weights in shards: {USE}")
-
-    return refuse
 
 
 def _aliases(model: torch.nn.Module) -> Mapping[str, tuple[str, ...]]:

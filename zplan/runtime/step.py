@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils import _pytree as pytree
 
-from zplan.errors import SpecError, StateError
+from zplan.errors import SpecError, StateError, StepError
+from zplan.graph.compat import pytree
 from zplan.graph.trace import Trace
 from zplan.planner.plan import Plan
 from zplan.planner.program import Update
 from zplan.runtime.comm import Comm
+from zplan.runtime.failure import explain
 from zplan.runtime.optim import Shards
 from zplan.runtime.rewrite import inputs, rewrite
 from zplan.runtime.state import State
@@ -44,6 +45,7 @@ class TrainStep:
         self._comm = comm
         self._owns_group = owns_group
         self._closed = False
+        self._failed = ""
         program = plan.program
         updates = [x.buckets for x in program.instructions if isinstance(x, Update)]
         self._shards = Shards(
@@ -60,10 +62,15 @@ class TrainStep:
             raise SpecError(f"step takes one batch, and got {len(batches)}: several micro-batches are not there yet")
         values = self._fixed | bind(self.trace, batches[0])
         residents = [values[name] for name in self._inputs]
+        del values
         # Nothing here needs a gradient, but some kernels keep what their backward reads only where one could be asked
         # for; and the casts of an autocast are in the graph already.
         with torch.enable_grad(), torch.autocast(self.plan.graph.device, enabled=False):
-            outputs = self.module(residents)
+            try:
+                outputs = self.module(residents)
+            except Exception as error:
+                self._failed = explain(self.module, self.plan.program, error)
+                raise StepError(self._failed) from error
         return self.trace.unflatten(outputs)
 
     def residents(self) -> dict[str, torch.Tensor]:
@@ -95,7 +102,7 @@ class TrainStep:
         if self._closed:
             return
         self._closed = True
-        self._state.release()
+        self._state.closed = True
         self._comm.barrier()
         if self._owns_group:
             dist.destroy_process_group()
@@ -108,12 +115,13 @@ class TrainStep:
             self.close()
         else:
             # The others may never come to a barrier: leave without one.
-            self._closed = True
-            self._state.release()
+            self._closed = self._state.closed = True
 
     def _usable(self, what: str) -> None:
         if self._closed:
             raise StateError(f"{what}: this step is closed")
+        if self._failed:
+            raise StateError(f"{what}: an earlier step failed, and what it left may be torn: {self._failed}")
         if self._state.whole_is_out:
             raise StateError(f"{what}: whole_parameters() is open, leave it first")
 
