@@ -7,7 +7,6 @@ if TYPE_CHECKING:
     from zplan.api import Job, annotate, compile, plan
     from zplan.errors import (
         AgreementError,
-        BudgetError,
         CheckError,
         SpecError,
         StateError,
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 # Where each public name lives, and what it is called there.
 _HOME = {
     "AgreementError": ("zplan.errors", "AgreementError"),
-    "BudgetError": ("zplan.errors", "BudgetError"),
     "CheckError": ("zplan.errors", "CheckError"),
     "Job": ("zplan.api", "Job"),
     "Plan": ("zplan.planner.plan", "Plan"),
@@ -43,7 +41,6 @@ _HOME = {
 __all__ = [
     "STAGES",
     "AgreementError",
-    "BudgetError",
     "CheckError",
     "Job",
     "Plan",

@@ -16,10 +16,6 @@ class TraceError(ZplanError):
     """The model, loss or optimizer cannot be captured as one graph; names the user's own line."""
 
 
-class BudgetError(ZplanError):
-    """No plan fits the memory budget."""
-
-
 class AgreementError(ZplanError):
     """The ranks do not hold the same plan, or one of them failed; raised on every rank with the same words."""
 

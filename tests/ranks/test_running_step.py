@@ -307,10 +307,14 @@ def one_leaves(comm: Comm) -> str:
     wait = [node for node in graph.nodes if node.target is c10d.wait_tensor.default][3]
     wait.target = fail
     step.module.recompile()
+    return words_of_two_steps(step, case.batch(0))
+
+
+def words_of_two_steps(step: zplan.TrainStep, batch: object) -> str:
     words = []
     for _ in range(2):
         try:
-            step(case.batch(0))
+            step(batch)
         except zplan.ZplanError as error:
             words.append(f"{type(error).__name__}: {error}")
     return "\n".join(words)
@@ -338,13 +342,7 @@ def one_leaves_alone(comm: Comm) -> str:
     node = next(node for node in step.module.graph.nodes if node.meta.get(INSTRUCTION) == index)
     node.target = unlucky
     step.module.recompile()
-    words = []
-    for _ in range(2):
-        try:
-            step(case.batch(0))
-        except zplan.ZplanError as error:
-            words.append(f"{type(error).__name__}: {error}")
-    return "\n".join(words)
+    return words_of_two_steps(step, case.batch(0))
 
 
 def unlucky(*_: object) -> None:
