@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 from zplan.graph.ir import Graph, Group, Op, OpKind, Optimizer, Phase, Tensor, Value
 from zplan.planner.buckets import make_buckets
+from zplan.planner.choices import Choice
 from zplan.planner.ownership import Ownership
 from zplan.planner.program import Program
-from zplan.planner.stages import Choice
 from zplan.units import ITEMSIZE
 
 ADAM = Optimizer("AdamW", tuple(Group(i, d, "lr=1", 8.0, 4.0, 8.0, 0.0) for i in range(3) for d in ("fp32", "bf16")))

@@ -50,7 +50,7 @@ class Case:
         return f"world {self.ownership.world}\n{lines(self.lower())}"
 
     def lower(self) -> Program:
-        return lower(self.graph, self.ownership, native_all_reduce=self.native)
+        return lower(self.graph, self.ownership, native=self.native)
 
 
 @st.composite

@@ -3,10 +3,13 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from zplan.version import __version__
+
 if TYPE_CHECKING:
-    from zplan.api import Job, annotate, compile, plan
+    from zplan.api import Job, annotate, compile, load_plan, plan, plans
     from zplan.errors import (
         AgreementError,
+        BudgetError,
         CheckError,
         SpecError,
         StateError,
@@ -16,15 +19,19 @@ if TYPE_CHECKING:
     )
     from zplan.planner.plan import Plan
     from zplan.planner.show import compare_text as compare
+    from zplan.planner.spec import Rule, load_spec
     from zplan.planner.stages import STAGES
+    from zplan.runtime.measure import measure
     from zplan.runtime.step import TrainStep
 
 # Where each public name lives, and what it is called there.
 _HOME = {
     "AgreementError": ("zplan.errors", "AgreementError"),
+    "BudgetError": ("zplan.errors", "BudgetError"),
     "CheckError": ("zplan.errors", "CheckError"),
     "Job": ("zplan.api", "Job"),
     "Plan": ("zplan.planner.plan", "Plan"),
+    "Rule": ("zplan.planner.spec", "Rule"),
     "STAGES": ("zplan.planner.stages", "STAGES"),
     "SpecError": ("zplan.errors", "SpecError"),
     "StateError": ("zplan.errors", "StateError"),
@@ -35,27 +42,37 @@ _HOME = {
     "annotate": ("zplan.api", "annotate"),
     "compare": ("zplan.planner.show", "compare_text"),
     "compile": ("zplan.api", "compile"),
+    "load_plan": ("zplan.api", "load_plan"),
+    "load_spec": ("zplan.planner.spec", "load_spec"),
+    "measure": ("zplan.runtime.measure", "measure"),
     "plan": ("zplan.api", "plan"),
+    "plans": ("zplan.api", "plans"),
 }
 
 __all__ = [
     "STAGES",
     "AgreementError",
+    "BudgetError",
     "CheckError",
     "Job",
     "Plan",
+    "Rule",
     "SpecError",
     "StateError",
     "StepError",
     "TraceError",
     "TrainStep",
     "ZplanError",
+    "__version__",
     "annotate",
     "compare",
     "compile",
+    "load_plan",
+    "load_spec",
+    "measure",
     "plan",
+    "plans",
 ]
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
@@ -67,4 +84,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__"])
+    return sorted(__all__)

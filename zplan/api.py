@@ -1,7 +1,9 @@
-"""The functions that people call: plan, compile, annotate."""
+"""The functions that people call: plan, compile, annotate, load_plan."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,9 +12,13 @@ import torch.distributed as dist
 from zplan.errors import SpecError
 from zplan.graph.optimizer import groups_of
 from zplan.graph.trace import STAGE, Trace, trace
-from zplan.planner.plan import Plan, make_plan
-from zplan.planner.spec import Spec, make_spec
-from zplan.planner.stages import parse_stage
+from zplan.planner import auto, planfile
+from zplan.planner.hardware import reserve_nbytes
+from zplan.planner.plan import Plan
+from zplan.planner.relower import relower
+from zplan.planner.spec import Rule, Spec, make_spec
+from zplan.planner.stages import AUTO, parse_stage
+from zplan.progress import Progress, quiet
 from zplan.runtime import agree
 from zplan.runtime.comm import Comm
 from zplan.runtime.state import State
@@ -49,21 +55,60 @@ def plan(
     batch: Any,
     *,
     optimizer: OptimizerFactory | None = None,
-    stage: int | str,
+    stage: int | str = AUTO,
     world_size: int | None = None,
+    memory: int | str | None = None,
+    device: str | torch.device | None = None,
+    rules: Sequence[Rule] = (),
     bucket: int | str = "25MB",
     prefetch: int = 1,
     depth: int = 2,
+    progress: Progress = quiet,
 ) -> Plan:
     """Traces one micro-batch and plans it for `world_size` ranks; runs nothing, and leaves the model as it is.
 
     `optimizer` is a factory from named parameters to an optimizer; without one, AdamW is assumed and the plan says so.
-    `bucket` bounds the bytes that travel together, `prefetch` is how many buckets ahead gathers are launched, `depth`
-    how many reductions may be in flight. Raises `SpecError` for options, `TraceError` for models.
+    `stage`: 0 to 3, or "auto", the lowest that fits `memory`, the bytes that one rank may hold at once (None: what the
+    CUDA device has, less a reserve for what the allocator does not see; on a CPU there is no budget). `device`: the
+    type that will run it, by default where the model lives; for "cuda" without one at hand, operators are those of a
+    CPU, and the plan says so. `rules` go before annotations. `bucket` bounds the bytes that travel together, `prefetch`
+    is how many buckets ahead gathers are launched, `depth` how many reductions may be in flight. `progress` is called
+    with the name of each phase as it begins. Raises `SpecError` for options, `TraceError` for models, `BudgetError`.
     """
-    world = world_size if world_size is not None else _default_world()
-    spec = _spec(stage=stage, world_size=world, bucket=bucket, prefetch=prefetch, depth=depth, model=model)
-    return _planned(model, loss_fn, batch, optimizer, spec)[1]
+    traced, spec = _traced(
+        model,
+        loss_fn,
+        batch,
+        optimizer,
+        device,
+        progress,
+        stage=stage,
+        world_size=_default_world() if world_size is None else world_size,
+        memory=memory,
+        rules=rules,
+        bucket=bucket,
+        prefetch=prefetch,
+        depth=depth,
+    )
+    return auto.decide(traced.graph, spec, progress=progress)
+
+
+def plans(model: torch.nn.Module, loss_fn: LossFn, batch: Any, **options: Any) -> tuple[Plan, ...]:
+    """Takes what `plan` takes but for a stage; returns a plan for each stage, lowest first, whether it fits or not.
+
+    The model is traced once. `zplan.compare` puts them side by side.
+    """
+    progress: Progress = options.pop("progress", quiet)
+    options["stage"] = AUTO
+    options["world_size"] = _default_world() if options.get("world_size") is None else options["world_size"]
+    optimizer, device = options.pop("optimizer", None), options.pop("device", None)
+    traced, spec = _traced(model, loss_fn, batch, optimizer, device, progress, **options)
+    return auto.every_stage(traced.graph, spec, progress=progress)
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Reads a file that `plan.save` wrote. Raises `SpecError` for one that is foreign, cut short or changed."""
+    return planfile.load(path)
 
 
 def compile(
@@ -72,26 +117,44 @@ def compile(
     batch: Any,
     *,
     optimizer: OptimizerFactory,
+    plan: Plan | str | Path | None = None,
+    strict: bool = False,
     group: dist.ProcessGroup | None = None,
     sync: bool = True,
-    stage: int | str,
-    bucket: int | str = "25MB",
-    prefetch: int = 1,
-    depth: int = 2,
+    stage: int | str | None = None,
+    memory: int | str | None = None,
+    rules: Sequence[Rule] | None = None,
+    bucket: int | str | None = None,
+    prefetch: int | None = None,
+    depth: int | None = None,
+    progress: Progress = quiet,
 ) -> TrainStep:
     """Plans for the ranks of `group` and returns the training step; takes the model's parameters over.
 
-    `group` defaults to the default process group; where there is none but the process was started by torchrun, one is
-    made, and `close` gives it up again; else the world is one rank. Parameters and buffers become rank 0's unless
-    `sync=False`. Raises on every rank, with the same words, when ranks fail or their plans differ.
+    `plan`: one made before, or its file, in place of the options that make one. Its decisions are kept; where this
+    graph is another than the planned one (another device, other shapes), they are lowered again, the budget is checked
+    again, and a warning says what differs, unless `strict`, which refuses. `group` defaults to the default process
+    group; where there is none but the process was started by torchrun, one is made, and `close` gives it up again; else
+    the world is one rank. Parameters and buffers become rank 0's unless `sync=False`. Raises on every rank, with the
+    same words, when ranks fail or their plans differ.
     """
+    asked = {"stage": stage, "memory": memory, "rules": rules, "bucket": bucket, "prefetch": prefetch, "depth": depth}
+    asked = {name: value for name, value in asked.items() if value is not None}
     comm, owns_group = _comm(group, model)
 
     def make() -> tuple[Trace, Plan, torch.optim.Optimizer]:
         _has_weights(model)
-        spec = _spec(stage=stage, world_size=comm.world, bucket=bucket, prefetch=prefetch, depth=depth, model=model)
-        traced, planned = _planned(model, loss_fn, batch, optimizer, spec)
-        return traced, planned, groups_of(optimizer, model)[0]
+        if plan is not None and asked:
+            raise SpecError(f"{', '.join(asked)}: a plan says that already; leave either out")
+        given = plan if plan is None or isinstance(plan, Plan) else load_plan(plan)
+        if given is None:
+            options = {"stage": AUTO, **asked, "world_size": comm.world}
+            traced, spec = _traced(model, loss_fn, batch, optimizer, None, progress, **options)
+            made = auto.decide(traced.graph, spec, progress=progress)
+        else:
+            traced = trace(model, loss_fn, batch, optimizer=optimizer, progress=progress)
+            made = _again(given, traced, comm, strict)
+        return traced, made, groups_of(optimizer, model)[0]
 
     try:
         traced, planned, stepper = agree.attempt(comm, make, lambda made: agree.of_plan(made[1]))
@@ -100,18 +163,48 @@ def compile(
             dist.destroy_process_group()
         raise
     state = State(model, planned.ownership, comm, sync=sync)
-    return TrainStep(planned, traced, state, stepper, comm, owns_group=owns_group)
+    return TrainStep(planned, traced, state, stepper, comm, loss_fn=loss_fn, owns_group=owns_group)
 
 
-def _planned(
-    model: torch.nn.Module, loss_fn: LossFn, batch: Any, optimizer: OptimizerFactory | None, spec: Spec
-) -> tuple[Trace, Plan]:
-    traced = trace(model, loss_fn, batch, optimizer=optimizer)
-    return traced, make_plan(traced.graph, spec)
+def _again(given: Plan, traced: Trace, comm: Comm, strict: bool) -> Plan:
+    """The given plan on this graph; warns on the first rank, or refuses, where it had to be lowered again."""
+    made, difference = relower(given, traced.graph, world=comm.world)
+    if difference:
+        words = f"the plan was made for another graph of this model\n{difference}"
+        if strict:
+            raise SpecError(f"{words}\nstrict=True refuses that: plan this graph, or leave strict out")
+        if comm.rank == 0:
+            warnings.warn(f"{words}\nits decisions were kept and lowered again", stacklevel=5)
+    return auto.accept(made)
 
 
-def _spec(*, model: torch.nn.Module, prefetch: int, depth: int, **options: Any) -> Spec:
-    return make_spec(prefetch=prefetch, depth=depth, native_all_reduce=_device(model).type != "cpu", **options)
+def _traced(
+    model: torch.nn.Module,
+    loss_fn: LossFn,
+    batch: Any,
+    optimizer: OptimizerFactory | None,
+    device: str | torch.device | None,
+    progress: Progress,
+    **options: Any,
+) -> tuple[Trace, Spec]:
+    runs_on = _device(model) if device is None else torch.device(device)
+    options["rules"] = tuple(options.get("rules", ()))
+    spec = make_spec(**options, device=runs_on.type)
+    place = None if device is None else runs_on
+    note: tuple[str, ...] = ()
+    if runs_on.type == "cuda" and not torch.cuda.is_available():
+        place = torch.device("cpu")
+        note = (
+            "traced on a CPU for CUDA: operators are those of a CPU, and a GPU's may keep more or less; the peak is an "
+            "estimate",
+        )
+    traced = trace(model, loss_fn, batch, optimizer=optimizer, device=place, runs_on=runs_on.type, progress=progress)
+    if note:
+        traced = replace(traced, graph=replace(traced.graph, notes=(*traced.graph.notes, *note)))
+    if spec.memory is None and runs_on.type == "cuda" and torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(runs_on).total_memory
+        spec = spec.model_copy(update={"memory": total - reserve_nbytes()})
+    return traced, spec
 
 
 def _device(model: torch.nn.Module) -> torch.device:

@@ -28,5 +28,9 @@ class StateError(ZplanError):
     """A call that the training step cannot honour in the state it is in."""
 
 
+class BudgetError(ZplanError):
+    """A plan peaks above the memory budget; says by how much, where, and what would help."""
+
+
 class CheckError(ZplanError):
     """A program breaks a law. This is a fault of zplan, not of the model: please report it."""

@@ -44,7 +44,7 @@ def test_programs_before_and_after_each_pass(golden, name: str) -> None:
     )
     golden(f"real/{name}/plan", f"{plan}\n")
     program = check(lower(plan.graph, plan.ownership))
-    steps = [("lower", lambda program: program), *passes(plan.spec.schedule)]
+    steps = [("lower", lambda program: program), *passes(distance=plan.spec.prefetch, depth=plan.spec.depth)]
     for i, (step, run) in enumerate(steps):
         program = check(run(program))
         golden(f"real/{name}/{i}-{step}", schedule_text(program, Memory(program), Traffic(program)) + "\n")

@@ -53,8 +53,10 @@ def births(program: Program) -> Iterator[tuple[str, str, int, int]]:
                 yield f"{name}:total", f"{name}:total", size[name], index
             case AllReduce(_, name):
                 yield f"{name}:total", f"{name}:flat", size[name], index
-            case Wait(id) if isinstance(launches[id], ReduceScatter):
+            case Wait(id) if isinstance(launches[id], ReduceScatter) and not program.native:
                 name = launches[id].bucket
+                yield f"{name}:grad", f"{name}:grad", size[name] // program.bucket(name).world, index
+            case ReduceScatter(_, name) if program.native:
                 yield f"{name}:grad", f"{name}:grad", size[name] // program.bucket(name).world, index
 
 
@@ -72,7 +74,9 @@ def lifetimes(program: Program) -> list[tuple[str, int, int, int]]:
 
 def staging(program: Program) -> list[tuple[str, int, int, int]]:
     """What gloo holds besides, from launch to wait."""
-    found = []
+    found: list[tuple[str, int, int, int]] = []
+    if program.native:
+        return found
     for index, x in enumerate(program.instructions):
         if isinstance(x, Gather | ReduceScatter | GatherGradient):
             bucket = program.bucket(x.bucket)
@@ -90,7 +94,7 @@ def within(program: Program, index: int) -> int:
             return optimizer(program)[1]
         case Wait(id):
             for x in program.instructions:
-                if isinstance(x, ReduceScatter) and x.id == id:
+                if isinstance(x, ReduceScatter) and x.id == id and not program.native:
                     bucket = program.bucket(x.bucket)
                     return 8 * bucket.part if bucket.dtype == "bf16" else 0
     return 0

@@ -15,7 +15,6 @@ from zplan.planner.pipeline import build, passes
 from zplan.planner.prefetch import prefetch
 from zplan.planner.program import LAUNCHES, REDUCTIONS, Gather, Pack, Program, Run, Update, is_chain
 from zplan.planner.sink_waits import sink_waits
-from zplan.planner.spec import Schedule
 from zplan.planner.traffic import Traffic
 
 
@@ -53,10 +52,9 @@ def test_any_passes_in_any_order_leave_a_valid_program(case: Case, steps: list[P
 @EXAMPLES
 @given(cases(), st.integers(0, 4), st.integers(1, 3))
 def test_the_pipeline_leaves_a_valid_program(case: Case, distance: int, depth: int) -> None:
-    schedule = Schedule(prefetch=distance, depth=depth, native_all_reduce=case.native)
-    built = build(case.graph, case.ownership, schedule)
+    built = build(case.graph, case.ownership, distance=distance, depth=depth, native=case.native)
     program = case.lower()
-    for _, step in passes(schedule):
+    for _, step in passes(distance=distance, depth=depth):
         program = step(program)
     assert built == program
 
@@ -115,7 +113,7 @@ def test_keep_never_adds_traffic_and_the_others_leave_it(
 @EXAMPLES
 @given(cases(), st.integers(0, 4), st.integers(1, 3))
 def test_gathers_and_reductions_of_each_bucket_are_as_its_stage_says(case: Case, distance: int, depth: int) -> None:
-    program = build(case.graph, case.ownership, Schedule(prefetch=distance, depth=depth))
+    program = build(case.graph, case.ownership, distance=distance, depth=depth)
     count = Counter(launches(program))
     reads = readers(case.graph, dict(case.ownership.home))
     for bucket in case.ownership.buckets:
@@ -138,8 +136,7 @@ def test_traffic_is_the_formula(
     graph: Graph, world: int, stage: int, size: int, distance: int, depth: int, native: bool
 ) -> None:
     ownership = own(graph, world=world, stage=stage, bucket_nbytes=size)
-    schedule = Schedule(prefetch=distance, depth=depth, native_all_reduce=native)
-    traffic = Traffic(build(graph, ownership, schedule))
+    traffic = Traffic(build(graph, ownership, distance=distance, depth=depth, native=native))
     psi_nbytes = sum(bucket.nbytes for bucket in ownership.buckets)
     assert traffic.bytes_per_rank * world == (2, 2, 2, 3)[stage] * psi_nbytes * (world - 1)
     assert traffic.bytes_per_rank == sum(traffic.by_kind.values()) == sum(traffic.by_instruction)

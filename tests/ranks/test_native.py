@@ -16,22 +16,15 @@ from zplan.runtime.state import State
 from zplan.runtime.step import TrainStep
 
 
-class Native(Comm):
-    """gloo, taken for a backend that reduces by itself."""
-
-    def native(self, device: object) -> bool:
-        return True
-
-
 def train(comm: Comm, name: str, stage: int) -> Run:
-    case, native = CASES[name], Native(comm.group)
+    case = CASES[name]
     model = build(case)
-    spec = make_spec(stage=stage, world_size=2, bucket=4_000, prefetch=1, depth=2, native_all_reduce=True)
+    spec = make_spec(stage=stage, world_size=2, bucket=4_000, device="cuda")
     traced = trace(model, case.loss_fn, case.batch(0), optimizer=case.optimizer)
     plan = make_plan(traced.graph, spec)
     assert any(isinstance(x, AllReduce) for x in plan.program.instructions) == (stage == 0)
     optimizer = groups_of(case.optimizer, model)[0]
-    step = TrainStep(plan, traced, State(model, plan.ownership, native, sync=True), optimizer, native)
+    step = TrainStep(plan, traced, State(model, plan.ownership, comm, sync=True), optimizer, comm)
     return Run([step(case.batch(seed(i, comm.rank))) for i in range(STEPS)], step.full_state_dict())
 
 

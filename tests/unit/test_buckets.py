@@ -6,7 +6,7 @@ import pytest
 from tests.graphs import Layer, Node, Param, chain_graph, dag_graph
 from zplan.graph.ir import Graph
 from zplan.planner.buckets import ALIGNMENT, Bucket, make_buckets, unit_of
-from zplan.planner.stages import Choice
+from zplan.planner.choices import Choice
 
 
 def buckets(graph: Graph, *, world: int = 2, stages: Sequence[int] = (3,), nbytes: int = 1 << 20) -> tuple[Bucket, ...]:

@@ -33,7 +33,7 @@ TWO = chain_graph([Layer(), Layer()])
 
 
 def toy(stage: int = 3, *, graph: Graph = TWO, world: int = 2, native: bool = False) -> Program:
-    return lower(graph, own(graph, world=world, stage=stage), native_all_reduce=native)
+    return lower(graph, own(graph, world=world, stage=stage), native=native)
 
 
 def at(program: Program, instruction: Instruction, nth: int = 0) -> int:

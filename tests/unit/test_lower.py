@@ -31,7 +31,7 @@ MIXED = chain_graph(
 
 
 def toy(stage: int = 3, *, graph: Graph = TWO, world: int = 2, native: bool = False) -> Program:
-    return check(lower(graph, own(graph, world=world, stage=stage), native_all_reduce=native))
+    return check(lower(graph, own(graph, world=world, stage=stage), native=native))
 
 
 def place(program: Program, instruction: object, nth: int = 0) -> int:

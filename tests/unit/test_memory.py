@@ -28,7 +28,7 @@ ONE = chain_graph([Layer()])
 
 
 def toy(stage: int = 3, *, graph: Graph = ONE, world: int = 2, native: bool = False) -> Program:
-    return check(lower(graph, own(graph, world=world, stage=stage), native_all_reduce=native))
+    return check(lower(graph, own(graph, world=world, stage=stage), native=native))
 
 
 def at(program: Program, instruction: Instruction, nth: int = 0) -> int:
@@ -58,7 +58,7 @@ def test_residents_are_buffers_and_constants_too() -> None:
 
 def test_a_gather_takes_the_whole_bucket_from_launch_to_free() -> None:
     program = toy()
-    staging = staging_nbytes(Gather(0, "b0"), program.bucket("b0"), device="cpu")
+    staging = staging_nbytes(Gather(0, "b0"), program.bucket("b0"), native=False)
     assert grown(program, Gather(0, "b0")) == 1024 + staging
     assert grown(program, Wait(0)) == -staging
     assert grown(program, Free("b0:whole")) == -1024
@@ -99,7 +99,7 @@ def test_workspace_is_there_within_the_op_alone() -> None:
 def test_a_reduction_takes_its_flat_buffer_and_gives_a_part() -> None:
     program = toy()
     launch = next(x for x in program.instructions if isinstance(x, ReduceScatter))
-    staging = staging_nbytes(launch, program.bucket("b0"), device="cpu")
+    staging = staging_nbytes(launch, program.bucket("b0"), native=False)
     assert grown(program, Pack("b0")) == 1024
     assert grown(program, launch) == staging
     assert grown(program, Wait(launch.id)) == 512 - staging
@@ -117,7 +117,7 @@ def test_an_all_reduce_is_in_place() -> None:
 def test_the_second_half_of_an_all_reduce_makes_the_whole_gradient() -> None:
     program = toy(0)
     launch = next(x for x in program.instructions if isinstance(x, GatherGradient))
-    staging = staging_nbytes(launch, program.bucket("b0"), device="cpu")
+    staging = staging_nbytes(launch, program.bucket("b0"), native=False)
     assert grown(program, launch) == 1024 + staging
     assert grown(program, Free("b0:grad")) == -512
     assert grown(program, Free("b0:total")) == -1024
@@ -126,16 +126,16 @@ def test_the_second_half_of_an_all_reduce_makes_the_whole_gradient() -> None:
 def test_staging_by_backend() -> None:
     bucket = toy().bucket("b0")
     gloo = [
-        staging_nbytes(launch, bucket, device="cpu")
+        staging_nbytes(launch, bucket, native=False)
         for launch in (Gather(0, "b0"), GatherGradient(0, "b0"), ReduceScatter(0, "b0"), AllReduce(0, "b0"))
     ]
     assert gloo == [1024, 1024, 1024, 0]
     for launch in (Gather(0, "b0"), GatherGradient(0, "b0"), ReduceScatter(0, "b0"), AllReduce(0, "b0")):
-        assert staging_nbytes(launch, bucket, device="cuda") == 0
+        assert staging_nbytes(launch, bucket, native=True) == 0
 
 
-def test_on_cuda_nothing_is_staged() -> None:
-    program = toy(graph=replace(ONE, device="cuda"))
+def test_where_collectives_are_native_nothing_is_staged() -> None:
+    program = toy(native=True)
     assert (grown(program, Gather(0, "b0")), grown(program, Wait(0))) == (1024, 0)
 
 

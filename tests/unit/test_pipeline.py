@@ -17,25 +17,24 @@ from zplan.planner.pipeline import build, passes
 from zplan.planner.prefetch import prefetch
 from zplan.planner.program import LAUNCHES, Program, Wait
 from zplan.planner.sink_waits import sink_waits
-from zplan.planner.spec import Schedule
 
 GRAPH = chain_graph([Layer() for _ in range(3)])
 
 
 def test_the_order_of_passes() -> None:
-    assert [name for name, _ in passes(Schedule())] == ["keep", "prefetch", "sink_waits"]
+    assert [name for name, _ in passes()] == ["keep", "prefetch", "sink_waits"]
 
 
 def test_build_is_lower_and_every_pass() -> None:
     ownership = own(GRAPH, world=2, stage=[0, 1, 3])
     program = lower(GRAPH, ownership)
     program = sink_waits(prefetch(keep(program), distance=3), depth=1)
-    assert build(GRAPH, ownership, Schedule(prefetch=3, depth=1)) == program
+    assert build(GRAPH, ownership, distance=3, depth=1) == program
 
 
 def test_native_all_reduce_reaches_lower() -> None:
     ownership = own(GRAPH, world=2, stage=0)
-    kinds = {type(x).__name__ for x in build(GRAPH, ownership, Schedule(native_all_reduce=True)).instructions}
+    kinds = {type(x).__name__ for x in build(GRAPH, ownership, native=True).instructions}
     assert "AllReduce" in kinds
     assert "GatherGradient" not in kinds
 
@@ -46,7 +45,7 @@ def test_native_all_reduce_reaches_lower() -> None:
 def test_collectives_of_a_bucket_are_those_of_its_stage(
     stage: int, gathers: int, scatters: int, gradient_gathers: int
 ) -> None:
-    program = build(GRAPH, own(GRAPH, world=2, stage=stage), Schedule())
+    program = build(GRAPH, own(GRAPH, world=2, stage=stage))
     counts = Counter((type(x).__name__, x.bucket) for x in program.instructions if isinstance(x, LAUNCHES))
     for bucket in ("b0", "b1", "b2"):
         assert counts["Gather", bucket] == gathers
@@ -56,7 +55,7 @@ def test_collectives_of_a_bucket_are_those_of_its_stage(
 
 @pytest.mark.parametrize("stage", range(4))
 def test_one_rank_has_no_collectives(stage: int) -> None:
-    program = build(GRAPH, own(GRAPH, world=1, stage=stage), Schedule())
+    program = build(GRAPH, own(GRAPH, world=1, stage=stage))
     assert not any(isinstance(x, (*LAUNCHES, Wait)) for x in program.instructions)
 
 
@@ -67,13 +66,13 @@ def test_the_laws_are_checked_after_lower_and_after_every_pass(broken: int, monk
     def drop(program: Program) -> Program:
         return program.with_(program.instructions[:-1])
 
-    steps = list(passes(Schedule()))
+    steps = list(passes())
     if broken == 0:
         monkeypatch.setattr(pipeline, "lower", lambda *a, **k: drop(lower(*a, **k)))
     else:
         name, step = steps[broken - 1]
         steps[broken - 1] = (name, lambda program: drop(step(program)))
-        monkeypatch.setattr(pipeline, "passes", lambda schedule: tuple(steps))
+        monkeypatch.setattr(pipeline, "passes", lambda **options: tuple(steps))
     checked: list[Program] = []
 
     def spy(program: Program) -> Program:
@@ -82,13 +81,13 @@ def test_the_laws_are_checked_after_lower_and_after_every_pass(broken: int, monk
 
     monkeypatch.setattr(pipeline, "check", spy)
     with pytest.raises(CheckError, match=r"^law 5: b2:grad is left at exit"):
-        build(GRAPH, own(GRAPH, world=2), Schedule())
+        build(GRAPH, own(GRAPH, world=2))
     assert len(checked) == broken + 1
 
 
 def test_building_twice_gives_the_same_hash() -> None:
     ownership = own(GRAPH, world=2, stage=[0, 3])
-    assert build(GRAPH, ownership, Schedule()).hash == build(replace(GRAPH), ownership, Schedule()).hash
+    assert build(GRAPH, ownership).hash == build(replace(GRAPH), ownership).hash
 
 
 def test_no_order_comes_from_a_set() -> None:
@@ -96,9 +95,8 @@ def test_no_order_comes_from_a_set() -> None:
     code = """
 from tests.graphs import Node, Param, chain_graph, dag_graph, lines, own
 from zplan.planner.pipeline import build
-from zplan.planner.spec import Schedule
 graph = dag_graph([Param(unit=i) for i in range(6)], [Node(weights=tuple(range(6)), through="itself")] * 3)
-print(lines(build(graph, own(graph, world=3, stage=[0, 1, 3]), Schedule())), graph.hash)
+print(lines(build(graph, own(graph, world=3, stage=[0, 1, 3]))), graph.hash)
 """
     root = Path(__file__).parents[2]
     found = {

@@ -17,7 +17,7 @@ from zplan.planner.plan import Plan, make_plan
 from zplan.planner.program import LAUNCHES, Program, Run, Wait
 from zplan.planner.rows import holds, make_rows, where
 from zplan.planner.show import compare_text, schedule_text, summary_text
-from zplan.planner.spec import Schedule, make_spec
+from zplan.planner.spec import make_spec
 from zplan.planner.traffic import Traffic
 from zplan.units import format_bytes
 
@@ -31,7 +31,7 @@ def chain(depth: int, *, numel: int = 256) -> Graph:
 
 
 def plan(graph: Graph, *, stage: int = 3, world: int = 4, bucket: str = "1KiB", native: bool = False) -> Plan:
-    spec = make_spec(stage=stage, world_size=world, bucket=bucket, prefetch=1, depth=2, native_all_reduce=native)
+    spec = make_spec(stage=stage, world_size=world, bucket=bucket, device="cuda" if native else "cpu")
     return make_plan(graph, spec)
 
 
@@ -234,22 +234,22 @@ def test_ops_of_no_module_count_as_those_around_them() -> None:
 
     def with_root(*names: str) -> list[str]:
         ops = tuple(replace(op, module="") if op.name in names else op for op in graph.ops)
-        return [row.text for row in rows_of(build(replace(graph, ops=ops), own(graph, world=1), Schedule()))]
+        return [row.text for row in rows_of(build(replace(graph, ops=ops), own(graph, world=1)))]
 
     nested = replace(graph, ops=tuple(replace(op, module=op.module and f"{op.module}.attn.q") for op in graph.ops))
-    assert with_root() == [row.text for row in rows_of(build(nested, own(graph, world=1), Schedule()))]
+    assert with_root() == [row.text for row in rows_of(build(nested, own(graph, world=1)))]
     joined = replace(graph, ops=tuple(replace(op, module=op.module and "layers.0") for op in graph.ops))
-    rows = [row.text for row in rows_of(build(joined, own(graph, world=1), Schedule()))]
+    rows = [row.text for row in rows_of(build(joined, own(graph, world=1)))]
     assert rows[:3] == ["layers.0 forward (6 ops)", "(root) forward (1 op)", "(root) backward (1 op)"]
     assert with_root("f1")[1:4] == ["layers.1 forward (1 op)", "(root) forward (1 op)", "layers.2 forward (2 ops)"]
     between = replace(joined, ops=tuple(replace(op, module="" if op.name == "f1" else op.module) for op in joined.ops))
-    assert [row.text for row in rows_of(build(between, own(graph, world=1), Schedule()))] == rows
+    assert [row.text for row in rows_of(build(between, own(graph, world=1)))] == rows
 
 
 def test_a_view_of_a_parameter_that_no_module_made_counts_as_the_parameters_unit() -> None:
     graph = chain(3)
     ops = tuple(replace(op, module="" if op.name == "t1" else op.module) for op in graph.ops)
-    bare, plain = (build(each, own(graph, world=1), Schedule()) for each in (replace(graph, ops=ops), graph))
+    bare, plain = (build(each, own(graph, world=1)) for each in (replace(graph, ops=ops), graph))
     assert [row.text for row in rows_of(bare)] == [row.text for row in rows_of(plain)]
 
 
@@ -306,7 +306,7 @@ def test_headers() -> None:
         f"world=4 stage=mixed position=only resident={resident} peak={peak} sent={sent}\n"
     )
     assert str(plan(chain(2), stage=2).schedule).startswith("world=4 stage=2 ")
-    assert str(made).startswith(f"plan {made.hash}: world=4 stage=mixed device=cpu bucket=1 KiB prefetch=1\n")
+    assert str(made).startswith(f"plan {made.hash}: world=4 stage=mixed device=cpu bucket=1 KiB prefetch=1 depth=2\n")
 
 
 def test_nothing_is_sent_in_a_world_of_one() -> None:

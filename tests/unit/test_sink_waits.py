@@ -14,7 +14,7 @@ FOUR = chain_graph([Layer() for _ in range(4)])
 
 
 def toy(stage: int | list[int] = 3, *, native: bool = False, world: int = 2) -> Program:
-    return lower(FOUR, own(FOUR, world=world, stage=stage), native_all_reduce=native)
+    return lower(FOUR, own(FOUR, world=world, stage=stage), native=native)
 
 
 def later(program: Program) -> list[int]:

@@ -5,7 +5,8 @@ import pytest
 from tests.graphs import Layer, chain_graph
 from zplan.errors import SpecError
 from zplan.graph.ir import Graph
-from zplan.planner.stages import STAGES, Choice, Residency, choose_stages, innermost, parse_stage
+from zplan.planner.choices import Choice, choose, innermost
+from zplan.planner.stages import STAGES, Residency, parse_stage
 
 
 def graph(stages: dict[str, int], *, aliases: tuple[str, ...] = ()) -> Graph:
@@ -43,14 +44,14 @@ def test_parse_stage_refuses_what_does_not_exist(stage: object) -> None:
 
 
 def test_without_annotations_all_are_at_the_default() -> None:
-    assert choose_stages(graph({}), default=2) == {
+    assert choose(graph({}), default=2) == {
         "layers.0.weight": Choice(2, "default: stage 2"),
         "layers.1.weight": Choice(2, "default: stage 2"),
     }
 
 
 def test_the_innermost_annotation_wins_over_those_around_it_and_the_default() -> None:
-    choices = choose_stages(graph({"": 0, "layers": 1, "layers.1": 3}), default=2)
+    choices = choose(graph({"": 0, "layers": 1, "layers.1": 3}), default=2)
     assert choices == {
         "layers.0.weight": Choice(1, "annotate: layers"),
         "layers.1.weight": Choice(3, "annotate: layers.1"),
@@ -58,26 +59,26 @@ def test_the_innermost_annotation_wins_over_those_around_it_and_the_default() ->
 
 
 def test_an_annotated_model_is_named() -> None:
-    assert choose_stages(graph({"": 0}), default=2)["layers.0.weight"] == Choice(0, "annotate: model")
+    assert choose(graph({"": 0}), default=2)["layers.0.weight"] == Choice(0, "annotate: model")
 
 
 def test_an_annotation_of_a_module_is_not_that_of_one_whose_name_begins_alike() -> None:
-    assert choose_stages(graph({"lay": 0, "layers.11": 1}), default=2)["layers.1.weight"].stage == 2
+    assert choose(graph({"lay": 0, "layers.11": 1}), default=2)["layers.1.weight"].stage == 2
 
 
 def test_any_alias_of_a_tied_tensor_matches() -> None:
-    choices = choose_stages(graph({"head": 1}, aliases=("head.weight",)), default=3)
+    choices = choose(graph({"head": 1}, aliases=("head.weight",)), default=3)
     assert choices["layers.0.weight"] == Choice(1, "annotate: head")
 
 
 def test_aliases_that_agree_are_no_conflict() -> None:
-    choices = choose_stages(graph({"layers.0": 1, "head": 1}, aliases=("head.weight",)), default=3)
+    choices = choose(graph({"layers.0": 1, "head": 1}, aliases=("head.weight",)), default=3)
     assert choices["layers.0.weight"] == Choice(1, "annotate: layers.0")
 
 
 def test_a_tied_tensor_with_two_stages_is_refused() -> None:
     with pytest.raises(SpecError) as caught:
-        choose_stages(graph({"layers": 2, "head": 1}, aliases=("head.weight",)), default=3)
+        choose(graph({"layers": 2, "head": 1}, aliases=("head.weight",)), default=3)
     assert str(caught.value) == (
         "tied parameter layers.0.weight is annotated with different stages "
         "(layers.0.weight: stage 2, head.weight: stage 1): give it one stage"
@@ -96,6 +97,6 @@ def test_innermost_is_none_where_nothing_is_annotated() -> None:
     assert innermost({"a": 1}, "b.weight") is None
 
 
-def test_auto_is_refused_until_it_is_there() -> None:
-    with pytest.raises(SpecError, match="stage 'auto' is not there yet: choose 0, 1, 2 or 3"):
+def test_auto_is_no_stage_of_a_tensor() -> None:
+    with pytest.raises(SpecError, match="stage 'auto' is for the whole plan: give 0, 1, 2 or 3 here"):
         parse_stage("auto")

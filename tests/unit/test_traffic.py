@@ -5,15 +5,13 @@ from zplan.graph.ir import Graph
 from zplan.planner.lower import lower
 from zplan.planner.pipeline import build
 from zplan.planner.program import AllReduce, Free, Gather, GatherGradient, ReduceScatter, Run, Wait
-from zplan.planner.spec import Schedule
 from zplan.planner.traffic import Traffic, sent_nbytes
 
 TWO = chain_graph([Layer(numel=256), Layer(numel=1000)])
 
 
 def traffic(stage: int, *, world: int = 4, graph: Graph = TWO, native: bool = False) -> Traffic:
-    schedule = Schedule(native_all_reduce=native)
-    return Traffic(build(graph, own(graph, world=world, stage=stage), schedule))
+    return Traffic(build(graph, own(graph, world=world, stage=stage), native=native))
 
 
 def test_bytes_of_each_instruction() -> None:

@@ -18,8 +18,11 @@ from zplan.graph import compat, refuse
 from zplan.graph.compat import pytree
 from zplan.graph.ir import Phase
 from zplan.graph.sites import Site, Sites
+from zplan.progress import Progress, quiet
 
 LossFn = Callable[[Any, Any], Any]
+# Progress is told once in so many ops.
+OFTEN = 250
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +89,15 @@ def capture(
     *,
     wanted: Sequence[str],
     device: torch.device | None,
+    evaluate: bool = False,
+    progress: Progress = quiet,
 ) -> Capture:
-    """`wanted`: the parameters whose gradients are asked for. `device`: where everything is to live; None: as it is."""
+    """`wanted`: the parameters whose gradients are asked for. `device`: where everything is to live; None: as it is.
+
+    `evaluate`: the model is in evaluation mode, and nothing is kept for a backward.
+    """
     mode = compat.fake_mode()
-    recorder = _Recorder(model, mode)
+    recorder = _Recorder(model, mode, progress)
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     tied = names_of(model.named_buffers(remove_duplicate=False))
     found: list[Leaves] = []
@@ -105,18 +113,20 @@ def capture(
             stack.enter_context(recorder.watch())
             stack.enter_context(compat.straight_through_checkpoint(recorder.checkpoint))
             stack.enter_context(compat.autocast_cache())
-            stack.enter_context(torch.enable_grad())
+            stack.enter_context(torch.set_grad_enabled(not evaluate))
             result = loss_fn(model, batch.rebuild(leaves))
-            loss = refuse.loss(result)
+            loss = refuse.loss(result, trains=not evaluate)
             outputs = Leaves.of(result, "output")
             refuse.leaves(outputs.fixed, outputs.paths, "loss_fn returned")
             found.append(outputs)
             # Functionalization puts off what writes do to views until somebody looks: look now, while it is forward.
             detached = [leaf.detach() for leaf in (*outputs.tensors.values(), *_buffers_after(model, tied))]
             del detached[len(outputs.tensors) :]
-            recorder.backward(loss, known=[*own, *bs, *leaves], loss_fn=loss_fn)
-            grads = torch.autograd.grad(loss, [held[name] for name in wanted], allow_unused=True)
-            recorder.end()
+            grads: Sequence[torch.Tensor | None] = ()
+            if not evaluate:
+                recorder.backward(loss, known=[*own, *bs, *leaves], loss_fn=loss_fn)
+                grads = torch.autograd.grad(loss, [held[name] for name in wanted], allow_unused=True)
+                recorder.end()
             after = _buffers_after(model, tied)
         return [*detached, *grads, *after, *ps, *leaves]
 
@@ -127,6 +137,8 @@ def capture(
         [_fake(leaf, device, mode) for leaf in batch.tensors.values()],
     )
     with borrowed(model) as replaced, refuse.draws_outside_torch(), noting:
+        if evaluate:
+            model.eval()
         try:
             module = compat.capture(micro_batch, fakes, mode)
         except TraceError as error:
@@ -159,8 +171,9 @@ class _Recorder:
     and in backward the running `grad_fn` tells its own.
     """
 
-    def __init__(self, model: nn.Module, mode: Any) -> None:
+    def __init__(self, model: nn.Module, mode: Any, progress: Progress) -> None:
         self.mode = mode
+        self.progress = progress
         self.constants: dict[int, torch.Tensor] = {}
         self.sites = Sites()
         self.places: dict[fx.Node, Place] = {}
@@ -181,6 +194,8 @@ class _Recorder:
             node.meta["val"] = self.constants.setdefault(id(constant), self.mode.from_tensor(constant))
         if node.op != "call_function":
             return
+        if len(self.places) % OFTEN == 0:
+            self.progress(self.phase.value, len(self.places))
         if self.phase is Phase.BACKWARD:
             self.places[node] = Place(self.phase, *self._running)
             return
@@ -237,6 +252,7 @@ class _Recorder:
                     seen.add(following)
                     left.append(following)
         self.phase = Phase.BACKWARD
+        self.progress(self.phase.value, len(self.places))
 
     def _prehook(self, place: tuple[str, str]) -> Callable[..., None]:
         def hook(_: Any) -> None:

@@ -59,7 +59,7 @@ class Draft:
                 )
         for name, node in gradients.items():
             refuse.gradient(name, None if node is None else node.meta.get("val"))
-        if all(node is None for node in gradients.values()):
+        if captured.wanted and all(node is None for node in gradients.values()):
             raise TraceError("the loss reaches no parameter of any optimizer group: nothing to train")
         return cls(
             graph=graph,

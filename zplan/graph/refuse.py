@@ -128,8 +128,8 @@ def _overlaps(model: nn.Module) -> None:
                 )
 
 
-def loss(result: Any) -> torch.Tensor:
-    """Returns the loss of what loss_fn returned, `loss` or `(loss, aux)`."""
+def loss(result: Any, *, trains: bool = True) -> torch.Tensor:
+    """Returns the loss of what loss_fn returned, `loss` or `(loss, aux)`. `trains`: it must reach a parameter."""
     value = result[0] if isinstance(result, tuple) and len(result) == 2 else result
     if not isinstance(value, torch.Tensor):
         raise TraceError(f"loss_fn returned a {_kind(result)}\ntry: return the loss, a scalar tensor, or (loss, aux)")
@@ -137,7 +137,7 @@ def loss(result: Any) -> torch.Tensor:
         raise TraceError(f"loss_fn returned a loss of shape {tuple(value.shape)}\ntry: its mean() or sum()")
     if not value.dtype.is_floating_point:
         raise TraceError(f"loss_fn returned a loss of {value.dtype}\ntry: a floating-point loss")
-    if not value.requires_grad:
+    if trains and not value.requires_grad:
         raise TraceError(
             "the loss depends on no trainable parameter: nothing to train\n"
             "try: look for detach(), torch.no_grad(), argmax, or parameters with requires_grad=False"

@@ -15,9 +15,10 @@ from zplan.graph import refuse
 from zplan.graph.capture import Capture, Leaves, LossFn, capture, names_of
 from zplan.graph.clean import clean
 from zplan.graph.draft import Draft, constant_names, refuse_mutation
-from zplan.graph.ir import Graph, Tensor
+from zplan.graph.ir import Graph, Optimizer, Tensor
 from zplan.graph.lift import Lifted, dtype_name, lift
 from zplan.graph.optimizer import Factory, groups_of, measure
+from zplan.progress import Progress, quiet
 
 # The attribute that `zplan.annotate` leaves on a module.
 STAGE = "_zplan_stage"
@@ -61,10 +62,15 @@ def trace(
     *,
     optimizer: Factory | None = None,
     device: torch.device | str | None = None,
+    runs_on: str | None = None,
+    evaluate: bool = False,
+    progress: Progress = quiet,
 ) -> Trace:
     """Runs `loss_fn(model, batch)` and its backward once without memory or values; the model is left as it was.
 
-    `device`: where everything is to live; None: where it is, and the CPU for what is on meta.
+    `device`: where everything is to live; None: where it is, and the CPU for what is on meta. `runs_on`: the type of
+    device whose optimizer step is measured; None: the traced one. `evaluate`: the loss alone, without gradients, in
+    evaluation mode; no optimizer is asked.
     """
     if not callable(loss_fn):
         raise TraceError(f"loss_fn is a {type(loss_fn).__name__}, not a function of (model, batch)")
@@ -73,19 +79,22 @@ def trace(
     refuse.leaves(leaves.fixed, leaves.paths, "the batch holds")
     for name, leaf in leaves.tensors.items():
         refuse.plain(name, leaf)
-    _, groups = groups_of(optimizer, model)
-    if not groups:
+    groups = {} if evaluate else groups_of(optimizer, model)[1]
+    if not groups and not evaluate:
         raise TraceError("no parameter to train: none has requires_grad=True and is in an optimizer group")
     place = None if device is None else torch.device(device)
     wanted = [name for name, _ in model.named_parameters() if name in groups]
-    captured = capture(model, loss_fn, leaves, wanted=wanted, device=place)
+    captured = capture(model, loss_fn, leaves, wanted=wanted, device=place, evaluate=evaluate, progress=progress)
+    progress("clean", 0)
     draft = Draft.of(captured)
     names = constant_names(draft, captured, model, loss_fn)
     refuse_mutation(draft, names)
     clean(draft)
     captured.module.recompile()
     captured.module.graph.lint()
+    progress("lift", 0)
     lifted = lift(draft)
+    progress("optimizer", 0)
     graph = Graph(
         tensors=tensors_of(model, draft, lifted, groups),
         values=lifted.values,
@@ -95,7 +104,9 @@ def trace(
         buffers=tuple(captured.buffers),
         batch=tuple(leaves.tensors),
         constants=tuple(lifted.constants),
-        optimizer=measure(optimizer, model, device=captured.device.type),
+        optimizer=Optimizer("none", ())
+        if evaluate
+        else measure(optimizer, model, device=runs_on or captured.device.type),
         device=captured.device.type,
         stages=stages_of(model),
         notes=notes(model, draft, captured, groups, {value: names[node] for value, node in lifted.constants.items()}),

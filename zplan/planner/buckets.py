@@ -9,12 +9,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from zplan.graph.ir import Graph, Phase, Tensor
-from zplan.planner.stages import STAGES, Choice, Residency, Stage
+from zplan.planner.choices import Choice
+from zplan.planner.stages import STAGES, Residency, Stage
 from zplan.units import ITEMSIZE
 
 # Every tensor starts, and every part ends, at a multiple of 64 elements: a fused optimizer handles whole vectors in
 # another way than the scalar tail behind them, so cuts elsewhere change last bits; and it keeps views aligned on CUDA.
 ALIGNMENT = 64
+
+# What the tensors of a bucket have in common: dtype, stage, whether they train, the bytes they may travel in (None: as
+# all do), and the unit whose tensors are used far apart, or "".
+_Kind = tuple[str, int, bool, int | None, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,20 +91,22 @@ def make_buckets(graph: Graph, choices: Mapping[str, Choice], *, world: int, buc
     """Lays every parameter of the model out, in order of first use, cut at the borders of units.
 
     A bucket holds one dtype, one stage, and only tensors that train or only tensors that do not. Units are put
-    together while they fit in `bucket_nbytes`; a larger unit is cut between its tensors, a tensor never. A unit whose
-    tensors are used in places far apart (tied embeddings, a block applied twice) is not put with others.
+    together while they fit in `bucket_nbytes`, or in what a rule says; a larger unit is cut between its tensors, a
+    tensor never. A unit whose tensors are used in places far apart (tied embeddings, a block applied twice) is not put
+    with others.
     """
     first, spread = _uses(graph)
     tensors = sorted(graph.tensors, key=lambda tensor: first.get(tensor.name, len(graph.ops)))
-    open_: dict[tuple[str, int, bool, str], list[Tensor]] = {}
+    open_: dict[_Kind, list[Tensor]] = {}
     closed: list[list[Tensor]] = []
     for unit, members in _units(tensors):
         for key, mine in _split_by_kind(members, choices, unit, spread).items():
+            limit = bucket_nbytes if key[3] is None else key[3]
             current = open_.get(key)
-            if current is not None and _nbytes([*current, *mine]) > bucket_nbytes:
+            if current is not None and _nbytes([*current, *mine]) > limit:
                 current = None
             for tensor in mine:
-                if current is None or (_nbytes([*current, tensor]) > bucket_nbytes):
+                if current is None or (_nbytes([*current, tensor]) > limit):
                     current = []
                     closed.append(current)
                     open_[key] = current
@@ -129,11 +136,12 @@ def _units(tensors: Iterable[Tensor]) -> Iterable[tuple[str, list[Tensor]]]:
 
 def _split_by_kind(
     tensors: Iterable[Tensor], choices: Mapping[str, Choice], unit: str, spread: frozenset[str]
-) -> dict[tuple[str, int, bool, str], list[Tensor]]:
-    kinds: dict[tuple[str, int, bool, str], list[Tensor]] = {}
+) -> dict[_Kind, list[Tensor]]:
+    kinds: dict[_Kind, list[Tensor]] = {}
     for tensor in tensors:
         alone = f"{unit}!" if tensor.name in spread else ""
-        key = (tensor.dtype, choices[tensor.name].stage, tensor.grad is not None, alone)
+        choice = choices[tensor.name]
+        key = (tensor.dtype, choice.stage, tensor.grad is not None, choice.bucket, alone)
         kinds.setdefault(key, []).append(tensor)
     return kinds
 

@@ -12,6 +12,7 @@ from zplan.planner.program import (
     GatherGradient,
     Instruction,
     Pack,
+    Position,
     Program,
     ReduceScatter,
     Run,
@@ -26,15 +27,16 @@ from zplan.planner.program import (
 )
 
 
-def lower(graph: Graph, ownership: Ownership, *, native_all_reduce: bool = False) -> Program:
+def lower(graph: Graph, ownership: Ownership, *, native: bool = False, position: Position = Position.ONLY) -> Program:
     """Gathers just before the first use in a phase, frees just after the last, reduces when ready.
 
     forward f(w); backward g(w) -> dw
         ->  gather w; wait w; run f; free w; gather w; wait w; run g; free w; pack dw; reduce dw; wait dw; update
 
     Views and casts of parameters are run again in each phase that reads them, just before they are first read, so
-    that no phase depends on a whole parameter of the other. `native_all_reduce`: one all-reduce at stage 0 instead of
-    the reduce-scatter and gather it is made of.
+    that no phase depends on a whole parameter of the other. `native`: the backend reduces by itself (NCCL), so stage 0
+    has one all-reduce instead of the reduce-scatter and gather it is made of. At `position` evaluation nothing is
+    updated.
     """
     forward, backward = _phases(graph)
     ready = _ready(graph, ownership, backward)
@@ -50,13 +52,14 @@ def lower(graph: Graph, ownership: Ownership, *, native_all_reduce: bool = False
             body += [Free(whole(bucket)) for bucket in last.get(index, ())]
             if phase is backward:
                 for complete in ready.get(op.name, ()):
-                    body += _reduce(complete, ids, native_all_reduce)
-    trained = tuple(bucket for bucket in ownership.buckets if bucket.trains)
+                    body += _reduce(complete, ids, native)
+    trained = tuple(b for b in ownership.buckets if b.trains and position is not Position.EVALUATION)
     if trained:
         body.append(Update(tuple(bucket.name for bucket in trained)))
         body += [Free(gradient(bucket)) for bucket in trained]
     residents = _residents(graph, ownership)
-    program = Program(graph, ownership, tuple(body), residents, (*residents, *dict.fromkeys(graph.outputs)))
+    left = (*residents, *dict.fromkeys(graph.outputs))
+    program = Program(graph, ownership, tuple(body), residents, left, position, native=native)
     return program.with_(_with_frees(program))
 
 

@@ -202,7 +202,7 @@ class _Ledger:
                 self._launch(index, instruction)
             case Wait(id):
                 launch = self._launches[id]
-                if isinstance(launch, ReduceScatter):
+                if isinstance(launch, ReduceScatter) and not program.native:
                     reduced = program.bucket(launch.bucket)
                     self._add(grad(launch.bucket), reduced.part_nbytes, Category.GRADIENTS, index)
                     return sum_nbytes(reduced)
@@ -219,12 +219,14 @@ class _Ledger:
 
     def _launch(self, index: int, launch: Launch) -> None:
         bucket = self.program.bucket(launch.bucket)
-        extra = staging_nbytes(launch, bucket, device=self.program.graph.device)
+        extra = staging_nbytes(launch, bucket, native=self.program.native)
         match launch:
             case Gather():
                 self._add(makes(launch), bucket.nbytes, Category.GATHERED, index)
             case GatherGradient():
                 self._add(makes(launch), bucket.nbytes, Category.GRADIENTS, index)
+            case ReduceScatter() if self.program.native:
+                self._add(makes(launch), bucket.part_nbytes, Category.GRADIENTS, index)
             case AllReduce():
                 self._add(flat(launch.bucket), bucket.nbytes, Category.GRADIENTS, index, name=makes(launch))
         self._add(staging(launch.id), extra, Category.COMMUNICATION, index)
@@ -258,14 +260,14 @@ def staging(id: int) -> str:
     return f"staging {id}"
 
 
-def staging_nbytes(launch: Launch, bucket: Bucket, *, device: str) -> int:
+def staging_nbytes(launch: Launch, bucket: Bucket, *, native: bool) -> int:
     """What a backend holds from launch to wait besides what the instruction takes and makes.
 
     On gloo an all-gather sends a repeated copy of the part, as large as what it makes, and a reduce-scatter receives
     into a buffer as large as what it takes (see runtime/comm.py); the all-to-all beneath both has no staging of its own
     (measured on torch 2.13). NCCL reads and writes in place.
     """
-    if device != "cpu":
+    if native:
         return 0
     match launch:
         case Gather() | GatherGradient() | ReduceScatter():
@@ -274,5 +276,5 @@ def staging_nbytes(launch: Launch, bucket: Bucket, *, device: str) -> int:
 
 
 def sum_nbytes(bucket: Bucket) -> int:
-    """What the sum in rank order takes besides its result: for 16 bit the fp32 sum and one term of it."""
+    """What a sum in rank order takes besides its result: for 16 bit the fp32 sum and one term of it."""
     return 2 * bucket.part * ITEMSIZE["fp32"] if ITEMSIZE[bucket.dtype] < ITEMSIZE["fp32"] else 0

@@ -8,24 +8,31 @@ from zplan.planner.keep import keep
 from zplan.planner.lower import lower
 from zplan.planner.ownership import Ownership
 from zplan.planner.prefetch import prefetch
-from zplan.planner.program import Program
+from zplan.planner.program import Position, Program
 from zplan.planner.sink_waits import sink_waits
-from zplan.planner.spec import Schedule
 
 Pass = Callable[[Program], Program]
 
 
-def passes(schedule: Schedule) -> tuple[tuple[str, Pass], ...]:
+def passes(*, distance: int = 1, depth: int = 2) -> tuple[tuple[str, Pass], ...]:
     return (
         ("keep", keep),
-        ("prefetch", lambda program: prefetch(program, distance=schedule.prefetch)),
-        ("sink_waits", lambda program: sink_waits(program, depth=schedule.depth)),
+        ("prefetch", lambda program: prefetch(program, distance=distance)),
+        ("sink_waits", lambda program: sink_waits(program, depth=depth)),
     )
 
 
-def build(graph: Graph, ownership: Ownership, schedule: Schedule) -> Program:
+def build(
+    graph: Graph,
+    ownership: Ownership,
+    *,
+    distance: int = 1,
+    depth: int = 2,
+    native: bool = False,
+    position: Position = Position.ONLY,
+) -> Program:
     """Lowers a graph and runs every pass over it; the laws are checked after each."""
-    program = check(lower(graph, ownership, native_all_reduce=schedule.native_all_reduce))
-    for _, step in passes(schedule):
+    program = check(lower(graph, ownership, native=native, position=position))
+    for _, step in passes(distance=distance, depth=depth):
         program = check(step(program))
     return program

@@ -3,17 +3,26 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from zplan.errors import SpecError
 from zplan.graph.ir import Graph, digest
 from zplan.planner.buckets import make_buckets
+from zplan.planner.certificate import Certificate, totals
+from zplan.planner.choices import Choice, choose
 from zplan.planner.memory import Memory
 from zplan.planner.ownership import Ownership
 from zplan.planner.pipeline import build
-from zplan.planner.program import Program
+from zplan.planner.program import Position, Program
+from zplan.planner.rows import where
 from zplan.planner.show import schedule_text, summary_text
 from zplan.planner.spec import Spec
-from zplan.planner.stages import Choice, choose_stages
+from zplan.planner.stages import AUTO
 from zplan.planner.traffic import Traffic
+
+if TYPE_CHECKING:
+    from zplan.planner.diff import Diff
 
 
 @dataclass(frozen=True)
@@ -33,13 +42,19 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Plan:
-    """What will happen in one training step on every rank; `compile` runs exactly this."""
+    """What will happen in one training step on every rank; `compile` runs exactly this.
+
+    `stage`: of every tensor that nothing else gives one. `certificates`: what was found at each stage, where the stage
+    was chosen by zplan.
+    """
 
     graph: Graph
     spec: Spec
+    stage: int
     choices: Mapping[str, Choice]
     ownership: Ownership
     program: Program
+    certificates: tuple[Certificate, ...] = ()
 
     @cached_property
     def memory(self) -> Memory:
@@ -59,6 +74,19 @@ class Plan:
         buckets = [repr(bucket) for bucket in self.ownership.buckets]
         return digest([self.graph.hash, self.spec.model_dump(), buckets, self.program.hash])
 
+    @cached_property
+    def certificate(self) -> Certificate:
+        """What this plan peaks at, against the budget of its spec."""
+        return Certificate(
+            stage=self.stage,
+            budget=self.spec.memory,
+            peak_bytes=self.memory.peak_bytes,
+            resident_bytes=self.memory.resident_bytes,
+            sent_bytes=self.traffic.bytes_per_rank,
+            where=where(self.program, self.memory.peak_index),
+            alive=totals(self.memory),
+        )
+
     def summary(self) -> str:
         """Ownership and memory, equal tensors folded, with the reason for each stage."""
         return summary_text(self)
@@ -66,10 +94,29 @@ class Plan:
     def __str__(self) -> str:
         return self.summary()
 
+    def diff(self, other: "Plan") -> "Diff":
+        """What `other` does that this plan does not, and the other way round; false where both are the same."""
+        from zplan.planner.diff import diff
 
-def make_plan(graph: Graph, spec: Spec) -> Plan:
-    """Stages, buckets, ownership, program: the whole way from a graph, without torch."""
-    choices = choose_stages(graph, default=spec.stage)
+        return diff(self, other)
+
+    def save(self, path: str | Path) -> None:
+        """Writes a file that `zplan.load_plan` reads; it appears whole or not at all."""
+        from zplan.planner.planfile import save
+
+        save(self, path)
+
+
+def make_plan(graph: Graph, spec: Spec, *, stage: int | None = None) -> Plan:
+    """Choices, buckets, ownership, program: the whole way from a graph, without torch. `stage`: if not the spec's."""
+    default = spec.stage if stage is None else stage
+    if default == AUTO or isinstance(default, str):
+        raise SpecError("stage 'auto' is chosen by planner.auto, from plans of a stage each")
+    choices = choose(graph, default=default, rules=spec.rules, auto=spec.stage == AUTO)
     buckets = make_buckets(graph, choices, world=spec.world_size, bucket_nbytes=spec.bucket)
     ownership = Ownership(buckets, spec.world_size)
-    return Plan(graph, spec, choices, ownership, build(graph, ownership, spec.schedule))
+    return Plan(graph, spec, default, choices, ownership, program_of(graph, ownership, spec))
+
+
+def program_of(graph: Graph, ownership: Ownership, spec: Spec, position: Position = Position.ONLY) -> Program:
+    return build(graph, ownership, distance=spec.prefetch, depth=spec.depth, native=spec.native, position=position)

@@ -20,12 +20,13 @@ from zplan.planner.ownership import Ownership
 
 
 class Position(Enum):
-    """Which micro-batch of an optimizer step the program is for."""
+    """Which micro-batch of an optimizer step the program is for; `evaluation` is of none."""
 
     ONLY = "only"
     FIRST = "first"
     MIDDLE = "middle"
     LAST = "last"
+    EVALUATION = "evaluation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,10 @@ class Caps:
 
 @dataclass(frozen=True)
 class Program:
-    """Instructions in the order in which they run, and what is resident before the first and after the last."""
+    """Instructions in the order in which they run, and what is resident before the first and after the last.
+
+    `native`: collectives are the backend's own, as on NCCL; else each is an all-to-all, as on gloo.
+    """
 
     graph: Graph
     ownership: Ownership
@@ -169,6 +173,7 @@ class Program:
     exit: tuple[str, ...]
     position: Position = Position.ONLY
     caps: Caps = Caps()
+    native: bool = False
 
     def bucket(self, name: str) -> Bucket:
         return self.ownership.bucket[name]
@@ -203,7 +208,7 @@ class Program:
         return digest(
             [
                 [repr(instruction) for instruction in self.instructions],
-                [self.entry, self.exit, self.position.value, repr(self.caps)],
+                [self.entry, self.exit, self.position.value, repr(self.caps), self.native],
             ]
         )
 

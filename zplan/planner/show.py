@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from zplan.graph.ir import Tensor
 from zplan.planner.buckets import Bucket
+from zplan.planner.certificate import Certificate, lowest
+from zplan.planner.choices import unused
 from zplan.planner.fold import Block, Row, families, fold, in_order, span, template
 from zplan.planner.memory import Alive, Memory
 from zplan.planner.ownership import Ownership
@@ -100,24 +102,57 @@ def _stage(buckets: Iterable[Bucket]) -> str:
 
 def summary_text(plan: "Plan") -> str:
     """The decisions of a plan and why they were made; memory and traffic; like tensors and like buckets folded."""
-    notes = [f"note: {span(like)}" + _times(like) for like in families(plan.graph.notes).values()]
+    said = (*plan.graph.notes, *unused(plan.graph, plan.spec.rules))
+    notes = [f"note: {span(like)}" + _times(like) for like in families(said).values()]
     parts = (_head(plan), _tensors(plan), _buckets(plan.ownership), _memory(plan.memory), _traffic(plan), notes)
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
 def _head(plan: "Plan") -> list[str]:
-    graph, schedule = plan.graph, plan.spec.schedule
+    graph, spec = plan.graph, plan.spec
     trained = sum(tensor.numel for tensor in graph.tensors if tensor.grad is not None)
     count = sum(tensor.numel for tensor in graph.tensors)
     groups = len({group.index for group in graph.optimizer.groups})
     assumed = " (assumed: no optimizer was given)" if graph.optimizer.assumed else ""
     return [
-        f"plan {plan.hash}: world={plan.ownership.world} stage={_stage(plan.ownership.buckets)} device={graph.device} "
-        f"bucket={format_bytes(plan.spec.bucket)} prefetch={schedule.prefetch}",
+        f"plan {plan.hash}: world={plan.ownership.world} stage={_stage(plan.ownership.buckets)} device={_device(plan)} "
+        f"bucket={format_bytes(spec.bucket)} prefetch={spec.prefetch} depth={spec.depth}",
+        *_budget(plan),
         f"parameters: {format_count(count)} ({count}) in {_plural(len(graph.tensors), 'tensor')}, "
         f"{format_count(trained)} trained; {_plural(len(plan.ownership.buckets), 'bucket')}",
         f"optimizer: {graph.optimizer.name}, {_plural(groups, 'group')}{assumed}",
     ]
+
+
+def _device(plan: "Plan") -> str:
+    traced, runs = plan.graph.device, plan.spec.device
+    return runs if runs == traced else f"{runs} (traced on {traced})"
+
+
+def _budget(plan: "Plan") -> list[str]:
+    """What the memory budget says, and why a stage that zplan chose was chosen."""
+    lines = []
+    if plan.spec.memory is not None:
+        lines.append(f"budget: {format_bytes(plan.spec.memory)} a rank; {plan.certificate.verdict}")
+    if plan.certificates:
+        lines.append(f"auto: {chosen(plan.certificates)}")
+        lines += [f"  stage {each.stage}: {_rejected(each)}" for each in plan.certificates if not each.fits]
+    return lines
+
+
+def chosen(certificates: Sequence[Certificate]) -> str:
+    """Which stage `auto` takes, in words."""
+    found = lowest(certificates)
+    if found is None:
+        return "no stage fits"
+    if found.budget is None:
+        return f"stage {found.stage}, the lowest: no memory budget was given"
+    return f"stage {found.stage} is the lowest that fits {format_bytes(found.budget)}"
+
+
+def _rejected(certificate: Certificate) -> str:
+    alive = ", ".join(certificate.alive[:4])
+    return f"{certificate.verdict}, peak {format_bytes(certificate.peak_bytes)} at {certificate.where}; alive: {alive}"
 
 
 def _tensors(plan: "Plan") -> list[str]:
@@ -246,7 +281,7 @@ def _psi(plan: "Plan", nbytes: int) -> str:
 
 
 def compare_text(plans: Sequence["Plan"]) -> str:
-    """Plans side by side, one column each."""
+    """Plans side by side, one column each; below them, what each that is over its budget peaks with."""
     facts: tuple[tuple[str, Callable[[Plan], str]], ...] = (
         ("", lambda plan: f"stage {_stage(plan.ownership.buckets)}"),
         ("peak", lambda plan: format_bytes(plan.memory.peak_bytes)),
@@ -255,6 +290,8 @@ def compare_text(plans: Sequence["Plan"]) -> str:
         ("in psi (N-1)/N", lambda plan: _psi(plan, plan.traffic.bytes_per_rank).removesuffix(" psi")),
         ("gathers", lambda plan: str(_number(plan, lambda x: isinstance(x, Gather)))),
         ("reductions", lambda plan: str(_number(plan, lambda x: isinstance(x, REDUCTIONS)))),
+        ("predicted time", lambda plan: "not modelled yet"),
+        ("fits", lambda plan: plan.certificate.verdict),
         ("peak at", lambda plan: str(plan.memory.peak_index) if plan.memory.peak_index >= 0 else "rest"),
         ("instructions", lambda plan: str(len(plan.program.instructions))),
     )
@@ -262,6 +299,10 @@ def compare_text(plans: Sequence["Plan"]) -> str:
     stages = {_stage(plan.ownership.buckets) for plan in plans}
     if {"1", "2"} <= stages and all(plan.program.position is Position.ONLY for plan in plans):
         lines.append("With one micro-batch, stage 1 gives gradients back bucket by bucket, as stage 2 does.")
+    certificates = [plan.certificate for plan in plans]
+    if any(each.budget is not None for each in certificates):
+        lines += ["", f"because: {chosen(certificates)}"]
+        lines += [f"  stage {each.stage}: {_rejected(each)}" for each in certificates if not each.fits]
     return "\n".join(lines)
 
 

@@ -1,51 +1,142 @@
-"""Spec: what a person asks for, checked before anything is traced."""
+"""Spec: what a person asks for, checked before anything is traced; from arguments or from a file."""
 
-from typing import Any
+import json
+import tomllib
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from zplan.errors import SpecError
-from zplan.planner.stages import parse_stage
+from zplan.planner.stages import AUTO, parse_stage
 from zplan.units import parse_size
 
 
-class Schedule(BaseModel):
-    """How collectives are placed. `prefetch` in buckets, `depth` in reductions in flight."""
+class Rule(BaseModel):
+    """What holds for the parameters whose names match `pattern`: `*` is any text, dots too, as in `fnmatchcase`.
+
+    `stage`: 0 to 3. `bucket`: the most bytes they travel in together. `keep`: at stage 3, whether a whole parameter
+    stays over the gap between forward and backward, which makes it stage 2 and prints as that. For each of the three,
+    the first rule that matches and says it wins.
+
+    >>> Rule("blocks.*.weight", stage=3)
+    Rule(pattern='blocks.*.weight', stage=3, bucket=None, keep=None)
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    prefetch: int = Field(default=1, ge=0)
-    depth: int = Field(default=2, ge=1)
-    native_all_reduce: bool = False
+    pattern: str = Field(min_length=1)
+    stage: int | None = None
+    bucket: int | None = None
+    keep: bool | None = None
 
-
-class Spec(BaseModel):
-    """The decisions that do not depend on the model. `bucket` in bytes of whole parameters."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    stage: int
-    world_size: int = Field(ge=1)
-    bucket: int = Field(gt=0)
-    schedule: Schedule = Schedule()
+    def __init__(self, pattern: Any = None, /, **says: Any) -> None:
+        if pattern is not None:
+            says["pattern"] = pattern
+        name = f"rule {says.get('pattern', '')!r}"
+        try:
+            super().__init__(**says)
+        except ValidationError as error:
+            raise SpecError(f"{name}: {_words(error, list(Rule.model_fields))}") from None
+        if (self.stage, self.bucket, self.keep) == (None, None, None):
+            raise SpecError(f"{name} says nothing: give it a stage, a bucket or keep")
 
     @field_validator("stage", mode="before")
     @classmethod
-    def _stage(cls, value: object) -> int:
-        return parse_stage(value)
+    def _stage(cls, value: object) -> int | None:
+        return None if value is None else parse_stage(value)
 
     @field_validator("bucket", mode="before")
     @classmethod
-    def _bucket(cls, value: int | str) -> int:
+    def _bucket(cls, value: Any) -> int | None:
+        return None if value is None else parse_size(value, what="bucket")
+
+
+class Spec(BaseModel):
+    """What is wanted. Sizes are bytes, or text such as "25MB" and "80GiB".
+
+    `stage`: of every tensor that no rule and no annotation gives one; "auto" is the lowest that fits `memory`, the most
+    bytes that one rank may hold at once. `device`: the type that runs it, which may be another than the one it is
+    traced on. `bucket`: of whole parameters that travel together. `prefetch`: in buckets. `depth`: reductions that may
+    be in flight.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    stage: int | Literal["auto"] = "auto"
+    world_size: int = Field(default=1, ge=1)
+    device: Literal["cpu", "cuda"] = "cpu"
+    memory: int | None = None
+    bucket: int = parse_size("25MB")
+    prefetch: int = Field(default=1, ge=0)
+    depth: int = Field(default=2, ge=1)
+    rules: tuple[Rule, ...] = ()
+
+    @field_validator("stage", mode="before")
+    @classmethod
+    def _stage(cls, value: object) -> int | str:
+        return AUTO if value == AUTO else parse_stage(value)
+
+    @field_validator("memory", mode="before")
+    @classmethod
+    def _memory(cls, value: Any) -> int | None:
+        return None if value is None else parse_size(value, what="memory")
+
+    @field_validator("bucket", mode="before")
+    @classmethod
+    def _bucket(cls, value: Any) -> int:
         return parse_size(value, what="bucket")
 
+    @property
+    def native(self) -> bool:
+        """Whether collectives are the backend's own: on all devices but the CPU, whose gloo has no reduce-scatter."""
+        return self.device != "cpu"
 
-def make_spec(*, prefetch: int, depth: int, native_all_reduce: bool, **options: Any) -> Spec:
-    """Builds a spec; what is wrong with it comes as a `SpecError` that names the option."""
+
+def make_spec(**options: Any) -> Spec:
+    """Builds a spec; what is wrong with it comes as a `SpecError` that names the option and what is near it."""
     try:
-        schedule = Schedule(prefetch=prefetch, depth=depth, native_all_reduce=native_all_reduce)
-        return Spec(schedule=schedule, **options)
+        return Spec(**options)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "spec"
-        raise SpecError(f"{where} {first.get('input')!r}: {first['msg'].lower()}") from None
+        raise SpecError(_words(error, list(Spec.model_fields))) from None
+
+
+def load_spec(path: str | Path) -> dict[str, Any]:
+    """Reads a TOML or JSON file of options; returns those it holds, as arguments for `plan` and `compile`.
+
+    Rules are a list: `[[rules]]` with `pattern = "wte.*"` and `stage = 0`. Raises `SpecError` with the file's name.
+    """
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{file} cannot be read: {error}") from None
+    try:
+        content = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
+    except (json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
+        raise SpecError(f"{file} is no {'JSON' if file.suffix == '.json' else 'TOML'}: {error}") from None
+    if not isinstance(content, dict):
+        raise SpecError(f"{file} holds a {type(content).__name__}, and must hold options by name")
+    try:
+        spec = make_spec(**content)
+    except SpecError as error:
+        raise SpecError(f"{file}: {error}") from None
+    return {name: getattr(spec, name) for name in spec.model_fields_set}
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """`; nearest: a, b`, or nothing where nothing is near."""
+    found = get_close_matches(name, known, n=3, cutoff=0.5)
+    return f"; nearest: {', '.join(found)}" if found else ""
+
+
+def _words(error: ValidationError, known: list[str]) -> str:
+    """The first fault, by the user's own name of the thing."""
+    first = error.errors()[0]
+    name = ".".join(map(str, first["loc"])) or "options"
+    if first["type"] == "extra_forbidden":
+        return f"there is no option {name!r}{nearest(name, known) or '; there are ' + ', '.join(known)}"
+    if first["type"] == "missing":
+        return f"{name} is missing"
+    return f"{name} {first.get('input')!r}: {first['msg'].lower()}"

@@ -1,4 +1,4 @@
-"""Stages: one table that says what a tensor's stage means, and which stage each tensor gets.
+"""Stages: one table that says what a tensor's stage means.
 
 Source: Rajbhandari et al., "ZeRO" (arXiv 1910.02054), section 5: optimizer states are partitioned at stage 1,
 gradients too at stage 2, parameters too at stage 3. Deviation: at stages 1 and 2 the updated parameters are
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from enum import Enum
 
 from zplan.errors import SpecError
-from zplan.graph.ir import Graph, Tensor
 
 
 class Residency(Enum):
@@ -48,12 +47,7 @@ STAGES: Mapping[int, Stage] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The stage of a tensor, and the words that say where it comes from."""
-
-    stage: int
-    because: str
+AUTO = "auto"
 
 
 def parse_stage(stage: object, *, what: str = "stage") -> int:
@@ -66,37 +60,6 @@ def parse_stage(stage: object, *, what: str = "stage") -> int:
         return int(stage)
     if isinstance(stage, int) and not isinstance(stage, bool) and stage in STAGES:
         return stage
-    if stage == "auto":
-        raise SpecError(f"{what} 'auto' is not there yet: choose 0, 1, 2 or 3; zplan.compare shows plans side by side")
+    if stage == AUTO:
+        raise SpecError(f"{what} 'auto' is for the whole plan: give 0, 1, 2 or 3 here")
     raise SpecError(f"{what} {stage!r} does not exist: there are 0, 1, 2 and 3")
-
-
-def choose_stages(graph: Graph, *, default: int) -> Mapping[str, Choice]:
-    """Gives every tensor its stage: the innermost annotated module that holds it, else the default."""
-    return {tensor.name: _choose(graph, tensor, default) for tensor in graph.tensors}
-
-
-def _choose(graph: Graph, tensor: Tensor, default: int) -> Choice:
-    found: dict[str, str] = {}
-    for alias in tensor.aliases:
-        holder = innermost(graph.stages, alias)
-        if holder is not None:
-            found[alias] = holder
-    stages = {graph.stages[holder] for holder in found.values()}
-    if len(stages) > 1:
-        where = ", ".join(f"{alias}: stage {graph.stages[holder]}" for alias, holder in found.items())
-        raise SpecError(f"tied parameter {tensor.name} is annotated with different stages ({where}): give it one stage")
-    if not stages:
-        return Choice(default, f"default: stage {default}")
-    holder = next(iter(found.values()))
-    return Choice(stages.pop(), f"annotate: {holder or 'model'}")
-
-
-def innermost(annotated: Mapping[str, int], name: str) -> str | None:
-    """The deepest annotated module around a parameter's name, or None; "" is the model itself."""
-    parts = name.split(".")[:-1]
-    for depth in range(len(parts), -1, -1):
-        module = ".".join(parts[:depth])
-        if module in annotated:
-            return module
-    return None

@@ -44,10 +44,6 @@ class Comm:
     def name(self) -> str:
         return "" if self.group is None else self.group.group_name
 
-    def native(self, device: torch.device) -> bool:
-        """Whether the backend for this device reduces by itself: all but gloo do."""
-        return device.type != "cpu"
-
     def retire(self, *tensors: torch.Tensor) -> None:
         """Frees the memory of tensors that nobody reads any more, at once, and keeps the tensors themselves."""
         for tensor in tensors:

@@ -74,7 +74,7 @@ class _Writer:
         self.program = program
         self.comm = comm
         self.trace = trace
-        self.native = comm.native(torch.device(program.graph.device))
+        self.native = program.native
         self.graph = fx.Graph()
         self.node: dict[str, fx.Node] = {}
         self.started: dict[int, tuple[Launch, fx.Node]] = {}

@@ -105,6 +105,15 @@ class State:
             self._guard()
             self.whole_is_out = False
 
+    @contextmanager
+    def unguarded(self) -> Iterator[torch.nn.Module]:
+        """The model as it is, with its `meta` parameters, free to be traced."""
+        self._unguard()
+        try:
+            yield self.model
+        finally:
+            self._guard()
+
     def _gather(self, bucket: Bucket) -> torch.Tensor:
         held = self.held[bucket.name]
         return held if bucket.whole_at_rest else self.comm.gather(held)

@@ -1,6 +1,6 @@
 """TrainStep: a compiled training step that owns the parameters and the optimizer's state."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -11,9 +11,13 @@ import torch.distributed as dist
 from zplan.errors import SpecError, StateError, StepError
 from zplan.graph.compat import pytree
 from zplan.graph.trace import Trace
-from zplan.planner.plan import Plan
-from zplan.planner.program import Update
+from zplan.planner.memory import Memory
+from zplan.planner.plan import Plan, Schedule
+from zplan.planner.program import Program, Update
+from zplan.planner.traffic import Traffic
+from zplan.runtime import agree
 from zplan.runtime.comm import Comm
+from zplan.runtime.evaluation import Evaluation, make_evaluation
 from zplan.runtime.failure import explain
 from zplan.runtime.optim import Shards
 from zplan.runtime.rewrite import inputs, rewrite
@@ -36,6 +40,7 @@ class TrainStep:
         optimizer: torch.optim.Optimizer,
         comm: Comm,
         *,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
         owns_group: bool = False,
     ) -> None:
         self.plan = plan
@@ -43,6 +48,8 @@ class TrainStep:
         self.trace = trace
         self._state = state
         self._comm = comm
+        self._loss_fn = loss_fn
+        self._evaluations: dict[Any, Evaluation] = {}
         self._owns_group = owns_group
         self._closed = False
         self._failed = ""
@@ -54,24 +61,82 @@ class TrainStep:
         self.module = rewrite(trace, program, comm, self._shards)
         self._inputs = inputs(program)
         self._fixed = {**state.residents(), **trace.constants}
+        self._evaluated: Evaluation | None = None
 
     def __call__(self, *batches: Any) -> Any:
         """Trains on one batch; returns this rank's loss, detached, as `loss_fn` returned it: alone or with its aux."""
         self._usable("step")
         if len(batches) != 1:
             raise SpecError(f"step takes one batch, and got {len(batches)}: several micro-batches are not there yet")
-        values = self._fixed | bind(self.trace, batches[0])
-        residents = [values[name] for name in self._inputs]
+        return self._run(self.module, self.plan.program, self.trace, self._inputs, self._fixed, batches[0], grad=True)
+
+    def evaluate(self, batch: Any) -> Any:
+        """This rank's loss on `batch` without gradients, in evaluation mode, as `loss_fn` returned it; a collective.
+
+        A program of its own at the plan's stages: parameters are gathered, nothing is kept or updated, and what the
+        model does to its buffers is as in its own `eval()`. Batches of another structure or shape than before are
+        traced once; ranks may hold different shapes in one call. Communicates one number besides.
+        """
+        self._usable("evaluate")
+        found = self._evaluation(batch)
+        self._evaluated = found
+        fixed = {**self._state.residents(), **found.trace.constants}
+        return self._run(found.module, found.program, found.trace, found.inputs, fixed, batch, grad=False)
+
+    @property
+    def evaluation(self) -> Schedule:
+        """The schedule of the last evaluation."""
+        if self._evaluated is None:
+            raise StateError("evaluation: nothing has been evaluated yet")
+        program = self._evaluated.program
+        return Schedule(program, Memory(program), Traffic(program))
+
+    def _evaluation(self, batch: Any) -> Evaluation:
+        """What runs a batch like this one; where any rank has none, all ranks see that they agree on collectives."""
+        key = shapes(batch)
+        known = self._evaluations.get(key)
+        missing = torch.tensor(float(known is None), device=self.plan.graph.device)
+        if self._comm.mean(missing) == 0 and known is not None:
+            return known
+        loss_fn = self._loss_fn
+        if loss_fn is None:
+            raise StateError("evaluate: this step was made without its loss function")
+
+        def make() -> Evaluation:
+            if known is not None:
+                return known
+            with self._state.unguarded() as model:
+                return make_evaluation(self.plan, model, loss_fn, batch, self._comm)
+
+        made = agree.attempt(self._comm, make, Evaluation.report)
+        self._evaluations[key] = made
+        while len(self._evaluations) > SHAPES:
+            del self._evaluations[next(iter(self._evaluations))]
+        return made
+
+    def _run(
+        self,
+        module: torch.fx.GraphModule,
+        program: Program,
+        trace: Trace,
+        inputs: Sequence[str],
+        fixed: Mapping[str, torch.Tensor],
+        batch: Any,
+        *,
+        grad: bool,
+    ) -> Any:
+        values = {**fixed, **bind(trace, batch)}
+        residents = [values[name] for name in inputs]
         del values
         # Nothing here needs a gradient, but some kernels keep what their backward reads only where one could be asked
         # for; and the casts of an autocast are in the graph already.
-        with torch.enable_grad(), torch.autocast(self.plan.graph.device, enabled=False):
+        with torch.set_grad_enabled(grad), torch.autocast(self.plan.graph.device, enabled=False):
             try:
-                outputs = self.module(residents)
+                outputs = module(residents)
             except Exception as error:
-                self._failed = explain(self.module, self.plan.program, error)
+                self._failed = explain(module, program, error)
                 raise StepError(self._failed) from error
-        return self.trace.unflatten(outputs)
+        return trace.unflatten(outputs)
 
     def residents(self) -> dict[str, torch.Tensor]:
         """What this rank holds of parameters, buffers and constants between steps, by value name."""
@@ -124,6 +189,20 @@ class TrainStep:
             raise StateError(f"{what}: an earlier step failed, and what it left may be torn: {self._failed}")
         if self._state.whole_is_out:
             raise StateError(f"{what}: whole_parameters() is open, leave it first")
+
+
+# Evaluations of different shapes that are kept; the oldest goes first.
+SHAPES = 8
+
+
+def shapes(batch: Any) -> Any:
+    """What a trace of a batch depends on: its structure, the shapes of its tensors, and everything else in it."""
+    leaves, spec = pytree.tree_flatten(batch)
+    facts = tuple(
+        (tuple(leaf.shape), leaf.dtype, leaf.device.type) if isinstance(leaf, torch.Tensor) else repr(leaf)
+        for leaf in leaves
+    )
+    return spec, facts
 
 
 def bind(trace: Trace, batch: Any) -> dict[str, torch.Tensor]:
