@@ -2,12 +2,16 @@
 
 import math
 import re
+from fractions import Fraction
 
 from zplan.errors import SpecError
 
 DECIMAL = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 BINARY = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+# Above it a count no longer prints as a float.
+MOST = 1e300
+_NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:e\+?[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 # Bytes per element, by the short names that plans print.
 ITEMSIZE = {
@@ -37,7 +41,7 @@ def parse_size(size: int | str, *, what: str = "size") -> int:
     if isinstance(size, int):
         nbytes = size
     else:
-        match = _SIZE.fullmatch(size)
+        match = _NUMBER.fullmatch(size)
         unit = match.group(2).lower() if match else "?"
         factor = DECIMAL.get(unit) or BINARY.get(unit)
         if match is None or factor is None:
@@ -49,6 +53,32 @@ def parse_size(size: int | str, *, what: str = "size") -> int:
     if nbytes <= 0:
         raise SpecError(f"{what} {size!r} must be above zero")
     return nbytes
+
+
+def parse_count(count: int | float | str, *, what: str = "params") -> int:
+    """Returns a whole number, say of parameters. B is 1e9, as `format_count` prints it.
+
+    >>> parse_count("7.5e9"), parse_count("350M"), parse_count(7.5e9)
+    (7500000000, 350000000, 7500000000)
+    """
+    refusal = SpecError(f"{what} {count!r} is no count: write 7500000000, '7.5e9' or '7.5B'")
+    if isinstance(count, bool) or not isinstance(count, (int, float, str)) or count != count:
+        raise refusal
+    number, factor = count, 1
+    if isinstance(count, str):
+        match = _NUMBER.fullmatch(count)
+        unit = match.group(2).lower() if match else "?"
+        if match is None or unit not in COUNTS:
+            raise refusal
+        number, factor = match.group(1), COUNTS[unit]
+    if not (float(number) if isinstance(number, str) else number) < MOST:
+        raise SpecError(f"{what} {count!r} is no count: no model holds that many")
+    exact = Fraction(number) * factor
+    if exact <= 0:
+        raise SpecError(f"{what} {count!r} must be above zero")
+    if exact.denominator != 1:
+        raise SpecError(f"{what} {count!r} is no whole number: write 7500000000, '7.5e9' or '7.5B'")
+    return int(exact)
 
 
 def format_bytes(nbytes: int) -> str:

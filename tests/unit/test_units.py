@@ -1,7 +1,9 @@
+import math
+
 import pytest
 
 from zplan.errors import SpecError
-from zplan.units import ITEMSIZE, format_bytes, format_count, parse_size
+from zplan.units import ITEMSIZE, format_bytes, format_count, parse_count, parse_size
 
 
 @pytest.mark.parametrize(
@@ -46,6 +48,65 @@ def test_parse_size_refuses_nothing(size: int | str) -> None:
 def test_parse_size_refuses_more_than_a_number_holds() -> None:
     with pytest.raises(SpecError, match=r"^bucket '1e400GB' is no size: no machine holds that much$"):
         parse_size("1e400GB", what="bucket")
+
+
+@pytest.mark.parametrize(
+    ("count", "number"),
+    [
+        (1, 1),
+        (7_500_000_000, 7_500_000_000),
+        (7.5e9, 7_500_000_000),
+        ("7500000000", 7_500_000_000),
+        ("7.5e9", 7_500_000_000),
+        ("7.5e+9", 7_500_000_000),
+        ("7.5E9", 7_500_000_000),
+        ("7.5B", 7_500_000_000),
+        (" 7.5 b ", 7_500_000_000),
+        ("350M", 350_000_000),
+        ("12k", 12_000),
+        ("1T", 10**12),
+        ("1.000000000001T", 10**12 + 1),
+        ("123456789012345678901", 123456789012345678901),
+    ],
+)
+def test_parse_count(count: int | float | str, number: int) -> None:
+    assert parse_count(count) == number
+
+
+@pytest.mark.parametrize("count", [1, 999, 10_600_000, 7_500_000_000])
+def test_parse_count_reads_what_format_count_prints(count: int) -> None:
+    assert parse_count(format_count(count)) == count
+
+
+@pytest.mark.parametrize(
+    "count",
+    ["", "B", "7.5 GB", "7G", "-5", "7,5B", "1e-3", "0x10", "x", "many", "nan", "inf", math.nan, True, None, b"5", [5]],
+)
+def test_parse_count_refuses_what_is_no_count(count: object) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_count(count)
+    assert str(caught.value) == f"params {count!r} is no count: write 7500000000, '7.5e9' or '7.5B'"
+
+
+@pytest.mark.parametrize("count", [0, -1, 0.0, -7.5e9, -0.5, "0", "0B"])
+def test_parse_count_refuses_nothing(count: int | float | str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_count(count, what="elements")
+    assert str(caught.value) == f"elements {count!r} must be above zero"
+
+
+@pytest.mark.parametrize("count", [7.5, "7.5", "0.3", "1.5e0", "0.0001K"])
+def test_parse_count_refuses_parts_of_a_parameter(count: float | str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_count(count)
+    assert str(caught.value) == f"params {count!r} is no whole number: write 7500000000, '7.5e9' or '7.5B'"
+
+
+@pytest.mark.parametrize("count", [math.inf, 1e308, 10**400, "1e400", "1e999999999B", "9" * 400])
+def test_parse_count_refuses_more_than_a_number_holds(count: int | float | str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_count(count)
+    assert str(caught.value) == f"params {count!r} is no count: no model holds that many"
 
 
 @pytest.mark.parametrize(

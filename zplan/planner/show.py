@@ -173,7 +173,7 @@ def _tensors(plan: "Plan") -> list[str]:
         buckets = bucket_names(list(dict.fromkeys(map(ownership.home.__getitem__, names))))
         reason = span([_reason(plan, tensor) for tensor in like])
         lines.append((name, _times(like).strip(), *facts, buckets, _owner(ownership, names), reason))
-    return _table(lines)
+    return table(lines)
 
 
 def _reason(plan: "Plan", tensor: Tensor) -> str:
@@ -221,7 +221,7 @@ def _buckets(ownership: Ownership) -> list[str]:
         facts = (bucket.dtype, str(bucket.stage), str(len(bucket.slots)), size, part, padding)
         names = bucket_names([each.name for each in like])
         lines.append((names, _times(like).strip(), *facts, span([holds(each)[0] for each in like])))
-    return [*_table(lines), f"fullest rank / mean: {ownership.imbalance:.2f}"] if ownership.buckets else []
+    return [*table(lines), f"fullest rank / mean: {ownership.imbalance:.2f}"] if ownership.buckets else []
 
 
 def _memory(memory: Memory) -> list[str]:
@@ -243,7 +243,7 @@ def _memory(memory: Memory) -> list[str]:
         f"  at {where(memory.program, memory.peak_index)}",
         f"  {categories}",
         "  most of it:",
-        *(f"    {line}" for line in _table(lines)),
+        *(f"    {line}" for line in table(lines)),
     ]
 
 
@@ -295,7 +295,7 @@ def compare_text(plans: Sequence["Plan"]) -> str:
         ("peak at", lambda plan: str(plan.memory.peak_index) if plan.memory.peak_index >= 0 else "rest"),
         ("instructions", lambda plan: str(len(plan.program.instructions))),
     )
-    lines = _table([(name, *map(fact, plans)) for name, fact in facts], right=True)
+    lines = table([(name, *map(fact, plans)) for name, fact in facts], right=True)
     stages = {_stage(plan.ownership.buckets) for plan in plans}
     if {"1", "2"} <= stages and all(plan.program.position is Position.ONLY for plan in plans):
         lines.append("With one micro-batch, stage 1 gives gradients back bucket by bucket, as stage 2 does.")
@@ -326,7 +326,7 @@ def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
-def _table(lines: Sequence[Sequence[str]], *, right: bool = False) -> list[str]:
+def table(lines: Sequence[Sequence[str]], *, right: bool = False) -> list[str]:
     """Columns as wide as their widest cell; those without any text are left out. `right`: all but the first."""
     columns = [column for column in zip(*lines, strict=True) if any(column)]
     widths = [max(map(len, column)) for column in columns]
