@@ -188,7 +188,7 @@ stage  parameters  gradients  optimizer states   total   sent  ideal         fit
 2           15.00       0.23              1.41   16.64  29.53  30.00  2 psi   yes          14.4B
 3            0.23       0.23              1.41    1.88  44.30  45.00  3 psi   yes           128B
 
-GB = 1e9 bytes; formulas of Rajbhandari et al., arXiv 1910.02054, sections 3 and 5-7; activations, buffers and \
+GB = 1e9 bytes; formulas of Rajbhandari et al., arXiv 1910.02054, sections 3, 5 and 7; activations, buffers and \
 fragmentation are not in it
 sent per rank and optimizer step, times (N-1)/N = 63/64; ideal: without that factor, as the paper prints it; \
 psi = 15.00 GB of parameters

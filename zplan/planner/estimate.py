@@ -163,7 +163,7 @@ def estimate_text(estimates: Sequence[Estimate], *, memory: int | str | None = N
             fits = ("yes" if each.total_nbytes <= budget else "no", format_count(most))
         lines.append((str(each.stage), *map(_gb, held), _gb(each.sent_nbytes), _gb(each.ideal_nbytes), psi, *fits))
     notes = [
-        "GB = 1e9 bytes; formulas of Rajbhandari et al., arXiv 1910.02054, sections 3 and 5-7; "
+        "GB = 1e9 bytes; formulas of Rajbhandari et al., arXiv 1910.02054, sections 3, 5 and 7; "
         "activations, buffers and fragmentation are not in it",
         f"sent per rank and optimizer step, times (N-1)/N = {n - 1}/{n}; ideal: without that factor, as the paper "
         f"prints it; psi = {_gb(first.params * recipe.parameter)} GB of parameters",
