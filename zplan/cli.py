@@ -1,14 +1,13 @@
 """The command line, and the only place of the package that prints or reads the environment."""
 
-import importlib.util
-import inspect
 import json
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,12 +17,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from zplan.errors import SpecError, ZplanError
+from zplan.planner.hardware import GPUS
+from zplan.planner.hardware import gpu as gpu_of
+from zplan.planner.spec import Rule, load_spec
+from zplan.version import __version__
 
 app = typer.Typer(
     name="zplan",
     help="Plan, inspect and run model states of PyTorch training.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -31,59 +33,206 @@ app = typer.Typer(
 )
 
 JobArgument = Annotated[
-    str, typer.Argument(metavar="FILE.py:JOB", help="A function without arguments that returns a zplan.Job.")
+    str | None, typer.Argument(metavar="FILE.py:JOB", help="A function without arguments that returns a zplan.Job.")
 ]
-StageOption = Annotated[str, typer.Option(help="ZeRO stage of every tensor that is not annotated: 0, 1, 2 or 3.")]
-BucketOption = Annotated[str, typer.Option(help="Bytes of parameters that travel together: 25MB, 8MiB or 1000000.")]
-PrefetchOption = Annotated[int, typer.Option(help="How many buckets ahead of their use gathers are launched.")]
-DepthOption = Annotated[int, typer.Option(help="How many reductions may be in flight.")]
+HfOption = Annotated[
+    Path | None,
+    typer.Option("--hf", metavar="CONFIG_DIR", help="Instead of a job: a transformers config.json; no weights needed."),
+]
+BatchOption = Annotated[int, typer.Option("--batch", min=1, help="With --hf: samples per rank and micro-batch.")]
+SeqOption = Annotated[int, typer.Option("--seq", min=1, help="With --hf: tokens per sample, where it takes tokens.")]
+StageOption = Annotated[
+    str | None,
+    typer.Option(help="ZeRO stage of every tensor that no rule or annotation gives one: 0 to 3, or auto [default]."),
+]
+WorldOption = Annotated[int | None, typer.Option(help="Ranks to plan for; none of them is started.")]
+GpuOption = Annotated[
+    str | None, typer.Option(help=f"Plan for CUDA, within this GPU's memory less a reserve: {', '.join(GPUS)}.")
+]
+MemoryOption = Annotated[str | None, typer.Option(help="Bytes that a rank may hold at once: 80GB, 24GiB.")]
+BucketOption = Annotated[
+    str | None, typer.Option(help="Bytes of parameters that travel together: 25MB [default], 8MiB or 1000000.")
+]
+PrefetchOption = Annotated[
+    int | None, typer.Option(help="How many buckets ahead of their use gathers are launched; 1 by default.")
+]
+DepthOption = Annotated[int | None, typer.Option(help="How many reductions may be in flight; 2 by default.")]
+RuleOption = Annotated[
+    list[str] | None,
+    typer.Option("--rule", metavar="PATTERN=STAGE", help="A stage for parameters by name, as wte.*=0; repeatable."),
+]
+SpecOption = Annotated[
+    Path | None, typer.Option("--spec", help="A TOML or JSON file of these options and of rules; words here go first.")
+]
+OpsOption = Annotated[bool, typer.Option("--ops", help="One row for each op, nothing folded.")]
+CollectivesOption = Annotated[
+    bool, typer.Option("--collectives", help="A row for each collective, also where that takes pages.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"zplan {__version__}")
+        raise typer.Exit
 
 
 @app.callback()
 def options(
     traceback: Annotated[bool, typer.Option("--traceback", help="Show the whole traceback of an error.")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
 ) -> None:
     """Plan, inspect and run model states of PyTorch training."""
 
 
-@app.command(
-    epilog="Example: zplan schedule examples/gpt_text.py:job --world 8 --stage 3",
-)
-def schedule(
-    job: JobArgument,
-    stage: StageOption,
-    world: Annotated[int, typer.Option(help="Ranks to plan for; none of them is started.")] = 1,
-    bucket: BucketOption = "25MB",
-    prefetch: PrefetchOption = 1,
-    depth: DepthOption = 2,
-    ops: Annotated[bool, typer.Option("--ops", help="One row for each op, nothing folded.")] = False,
+@app.command(epilog="Example: zplan plan examples/gpt_text.py:job --world 64 --memory 1GB --stage auto -o plan.json")
+def plan(
+    job: JobArgument = None,
+    hf: HfOption = None,
+    batch: BatchOption = 1,
+    seq: SeqOption = 1024,
+    world: WorldOption = None,
+    gpu: GpuOption = None,
+    memory: MemoryOption = None,
+    stage: StageOption = None,
+    bucket: BucketOption = None,
+    prefetch: PrefetchOption = None,
+    depth: DepthOption = None,
+    rule: RuleOption = None,
+    spec: SpecOption = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Save the plan to this file.")] = None,
     json_: JsonOption = False,
 ) -> None:
-    """Print the plan of a job and its schedule, step by step: collectives, runs, frees, live bytes."""
-    work = load_job(job)
-    console = Console(stderr=True)
-    with tracing(console):
+    """Plan a job: who owns which tensor and because of what, memory and traffic; by default the lowest stage that fits.
+
+    A model may be a job of yours, or, with --hf, any transformers config.
+    """
+    options = {"memory": memory, "stage": stage, "bucket": bucket, "prefetch": prefetch, "depth": depth}
+    asked = merged(spec, gpu, rule, world=world, **options)
+    with shown() as progress:
         import zplan
 
-        batch = first(work.batches, 0, world)
-        plan = zplan.plan(
-            work.model,
-            work.loss_fn,
-            batch,
-            optimizer=work.optimizer,
-            stage=stage,
-            world_size=world,
-            bucket=bucket,
-            prefetch=prefetch,
-            depth=depth,
-        )
-    if json_:
-        print(json.dumps(as_json(plan)))
+        made = zplan.plan(**work(job, hf, batch, seq, asked), **asked, progress=progress)
+        if output is not None:
+            progress("save", 0)
+            made.save(output)
+    if output is not None:
+        print(f"saved to {output}", file=sys.stderr)
+    print(json.dumps(as_json(made)) if json_ else made)
+
+
+@app.command(epilog="Example: zplan compare examples/gpt_text.py:job --world 64 --gpu h100")
+def compare(
+    job: JobArgument = None,
+    hf: HfOption = None,
+    batch: BatchOption = 1,
+    seq: SeqOption = 1024,
+    world: WorldOption = None,
+    gpu: GpuOption = None,
+    memory: MemoryOption = None,
+    bucket: BucketOption = None,
+    prefetch: PrefetchOption = None,
+    depth: DepthOption = None,
+    rule: RuleOption = None,
+    spec: SpecOption = None,
+    json_: JsonOption = False,
+) -> None:
+    """Put every stage side by side: memory, traffic, time, whether it fits, and because of what."""
+    asked = merged(spec, gpu, rule, world=world, memory=memory, bucket=bucket, prefetch=prefetch, depth=depth)
+    asked.pop("stage", None)
+    with shown() as progress:
+        import zplan
+        from zplan.planner.certificate import lowest
+
+        plans = zplan.plans(**work(job, hf, batch, seq, asked), **asked, progress=progress)
+    if not json_:
+        print(zplan.compare(plans))
         return
-    print(plan)
+    certificates = [made.certificate for made in plans]
+    found = lowest(certificates)
+    columns = [{**asdict(each), "fits": each.fits, "over_bytes": each.over, "seconds": None} for each in certificates]
+    print(json.dumps({"chosen": None if found is None else found.stage, "stages": columns}))
+
+
+@app.command(epilog="Example: zplan schedule examples/gpt_text.py:job --world 8 --stage 3; zplan schedule plan.json")
+def schedule(
+    job: Annotated[
+        str | None, typer.Argument(metavar="FILE.py:JOB | PLAN.json", help="A job, or a plan that was saved.")
+    ] = None,
+    hf: HfOption = None,
+    batch: BatchOption = 1,
+    seq: SeqOption = 1024,
+    world: WorldOption = None,
+    gpu: GpuOption = None,
+    memory: MemoryOption = None,
+    stage: StageOption = None,
+    bucket: BucketOption = None,
+    prefetch: PrefetchOption = None,
+    depth: DepthOption = None,
+    rule: RuleOption = None,
+    spec: SpecOption = None,
+    ops: OpsOption = False,
+    collectives: CollectivesOption = False,
+    json_: JsonOption = False,
+) -> None:
+    """Print a plan and its schedule, step by step: collectives, runs, frees, live bytes."""
+    options = {"memory": memory, "stage": stage, "bucket": bucket, "prefetch": prefetch, "depth": depth}
+    asked = merged(spec, gpu, rule, world=world, **options)
+    if job is not None and hf is None and job.endswith(".json"):
+        if asked:
+            raise SpecError(f"{', '.join(asked)}: {job} is a plan and says that already")
+        from zplan.planner.planfile import load
+
+        made = load(job)
+    else:
+        with shown() as progress:
+            import zplan
+
+            made = zplan.plan(**work(job, hf, batch, seq, asked), **asked, progress=progress)
+    if json_:
+        print(json.dumps(as_json(made)))
+        return
+    print(made)
     print()
-    print(plan.schedule.text(ops=ops))
+    print(made.schedule.text(ops=ops, collectives=collectives))
+
+
+@app.command(epilog="Example: zplan diff before.json after.json; ends with 1 where they differ, as diff does")
+def diff(
+    before: Annotated[Path, typer.Argument(metavar="A.json", help="A saved plan.")],
+    after: Annotated[Path, typer.Argument(metavar="B.json", help="Another one.")],
+    json_: JsonOption = False,
+) -> None:
+    """Say where two saved plans part: what was asked for, stages, buckets, instructions, memory and traffic."""
+    from zplan.planner.planfile import load
+
+    found = load(before).diff(load(after))
+    print(json.dumps(found.as_json()) if json_ else found)
+    if found:
+        raise typer.Exit(1)
+
+
+@app.command(epilog="Example: zplan estimate --params 7.5e9 --world 64 --memory 80GB")
+def estimate(
+    params: Annotated[str, typer.Option(help="Parameters of the model: 7.5e9, 7.5B or 350M.")],
+    world: Annotated[int, typer.Option(help="Ranks.")] = 1,
+    memory: MemoryOption = None,
+    gpu: Annotated[str | None, typer.Option(help=f"The memory of this GPU, less a reserve: {', '.join(GPUS)}.")] = None,
+    precision: Annotated[
+        str, typer.Option(help="mixed: 2 + 2 + 12 bytes a parameter, as in the paper; fp32: 4 + 4 + 8.")
+    ] = "mixed",
+    k: Annotated[int | None, typer.Option("--k", help="Bytes of optimizer states a parameter, if others.")] = None,
+    micro_batches: Annotated[int, typer.Option(help="Micro-batches per optimizer step.")] = 1,
+    json_: JsonOption = False,
+) -> None:
+    """Model states by the formulas of the ZeRO paper, without a model; activations are not in it."""
+    from zplan.planner.estimate import estimate as by_formula
+    from zplan.planner.estimate import estimate_json, estimate_text
+
+    if memory is None and gpu is not None:
+        memory = str(gpu_of(gpu).budget)
+    stages = by_formula(params, world, precision=precision, k=k, micro_batches=micro_batches)
+    print(json.dumps(estimate_json(stages, memory=memory)) if json_ else estimate_text(stages, memory=memory))
 
 
 @app.command(
@@ -92,11 +241,16 @@ def schedule(
 )
 def run(
     job: JobArgument,
-    stage: StageOption,
+    plan: Annotated[Path | None, typer.Option("--plan", help="Run this saved plan's decisions.")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Refuse a plan of another graph of the model.")] = False,
+    stage: StageOption = None,
+    memory: MemoryOption = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
-    bucket: BucketOption = "25MB",
-    prefetch: PrefetchOption = 1,
-    depth: DepthOption = 2,
+    bucket: BucketOption = None,
+    prefetch: PrefetchOption = None,
+    depth: DepthOption = None,
+    rule: RuleOption = None,
+    spec: SpecOption = None,
     seed: Annotated[int, typer.Option(help="Rank r seeds torch with seed + r.")] = 0,
     json_: JsonOption = False,
 ) -> None:
@@ -105,31 +259,35 @@ def run(
     import torch.distributed as dist
 
     import zplan
+    from zplan.jobs import chain_first, load_job, stream_of
 
-    work = load_job(job)
-    if work.optimizer is None:
+    asked = merged(spec, None, rule, memory=memory, stage=stage, bucket=bucket, prefetch=prefetch, depth=depth)
+    for name in ("world_size", "device"):
+        asked.pop(name, None)
+    made = load_job(required(job))
+    if made.optimizer is None:
         raise SpecError(f"{job} has no optimizer: give zplan.Job one, such as functools.partial(torch.optim.AdamW)")
-    made = dist.is_torchelastic_launched() and not dist.is_initialized()
-    if made:
-        cuda = next(work.model.parameters()).device.type == "cuda"
+    own_group = dist.is_torchelastic_launched() and not dist.is_initialized()
+    if own_group:
+        cuda = next(made.model.parameters()).device.type == "cuda"
         dist.init_process_group("nccl" if cuda else "gloo")
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     console = Console(stderr=True, quiet=rank != 0)
     torch.manual_seed(seed + rank)
-    stream = iter(stream_of(work.batches, rank, world))
+    stream = iter(stream_of(made.batches, rank, world))
     batch = next(stream, None)
     if batch is None:
         raise SpecError(f"{job} has no batches")
-    with tracing(console):
+    with shown(console) as progress:
         step = zplan.compile(
-            work.model,
-            work.loss_fn,
+            made.model,
+            made.loss_fn,
             batch,
-            optimizer=work.optimizer,
-            stage=stage,
-            bucket=bucket,
-            prefetch=prefetch,
-            depth=depth,
+            optimizer=made.optimizer,
+            plan=plan,
+            strict=strict,
+            progress=progress,
+            **asked,
         )
     losses: list[float] = []
     started = time.perf_counter()
@@ -138,7 +296,7 @@ def run(
             losses.append(loss)
         state = {"steps": len(losses), "first_loss": losses[0], "last_loss": losses[-1]}
     seconds = time.perf_counter() - started
-    if made:
+    if own_group:
         dist.destroy_process_group()
     if rank == 0:
         result = {**state, "seconds": round(seconds, 3), "world": world, "plan": step.plan.hash}
@@ -179,64 +337,92 @@ def train(step: Any, batches: Iterable[Any], steps: int, console: Console) -> It
             yield value
 
 
-def load_job(where: str) -> Any:
-    """Imports FILE.py and calls JOB; a `SpecError` says which of both is wrong."""
-    from zplan.api import Job
-
-    path, _, name = where.rpartition(":")
-    if not path or not name:
-        raise SpecError(f"{where!r} is no FILE.py:JOB, such as examples/gpt_text.py:job")
-    file = Path(path)
-    if not file.is_file():
-        raise SpecError(f"there is no file {path}")
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    if spec is None or spec.loader is None:
-        raise SpecError(f"{path} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = module
-    sys.path.insert(0, str(file.parent))
-    spec.loader.exec_module(module)
-    function = getattr(module, name, None)
-    if not callable(function):
-        found = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        raise SpecError(f"{path} has no function {name}; it has {', '.join(found) or 'none'}")
-    job = function()
-    if not isinstance(job, Job):
-        raise SpecError(f"{where} returned a {type(job).__name__}, and must return a zplan.Job")
+def required(job: str | None) -> str:
+    if job is None:
+        raise SpecError("what is to be planned? give FILE.py:JOB, such as examples/gpt_text.py:job, or --hf CONFIG_DIR")
     return job
 
 
-def stream_of(batches: Any, rank: int, world: int) -> Iterable[Any]:
-    stream: Iterable[Any] = batches(rank, world) if callable(batches) else batches
-    return stream
+def work(job: str | None, hf: Path | None, batch: int, seq: int, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What is planned, as arguments: model, loss, optimizer, and the first batch of rank 0."""
+    if hf is not None:
+        if job is not None:
+            raise SpecError(f"{job} and --hf {hf}: give one of the two")
+        from zplan.huggingface import job as from_config
+
+        made = from_config(hf, batch=batch, sequence=seq)
+    else:
+        from zplan.jobs import load_job
+
+        made = load_job(required(job))
+    from zplan.jobs import first
+
+    item = first(made.batches, 0, asked.get("world_size") or 1)
+    return {"model": made.model, "loss_fn": made.loss_fn, "batch": item, "optimizer": made.optimizer}
 
 
-def first(batches: Any, rank: int, world: int) -> Any:
-    for batch in stream_of(batches, rank, world):
-        return batch
-    raise SpecError("the job has no batches")
+def merged(spec: Path | None, gpu: str | None, rules: list[str] | None, **options: Any) -> dict[str, Any]:
+    """Options as `zplan.plan` takes them: those of the command line, before those of the file."""
+    asked = {} if spec is None else load_spec(spec)
+    if gpu is not None:
+        asked |= {"device": "cuda", "memory": gpu_of(gpu).budget}
+    world = options.pop("world", None)
+    asked |= {name: value for name, value in {**options, "world_size": world}.items() if value is not None}
+    if rules:
+        asked["rules"] = (*map(parse_rule, rules), *asked.get("rules", ()))
+    return asked
 
 
-def chain_first(batch: Any, rest: Iterator[Any]) -> Iterator[Any]:
-    yield batch
-    yield from rest
+def parse_rule(text: str) -> Rule:
+    """`wte.*=0`"""
+    pattern, equals, stage = text.rpartition("=")
+    if not equals or not pattern:
+        raise SpecError(f"--rule {text!r} is no PATTERN=STAGE, such as 'wte.*=0'; --spec takes rules that say more")
+    return Rule(pattern, stage=stage)
 
 
 @contextmanager
-def tracing(console: Console) -> Iterator[None]:
-    """Says that a model is traced and planned, and how long it took."""
+def shown(console: Console | None = None) -> Iterator[Callable[[str, int], None]]:
+    """Shows the phase that is running and how much it has made; at the end, what each phase took."""
+    console = console or Console(stderr=True)
     started = time.perf_counter()
-    with console.status("tracing and planning"):
-        yield
-    console.print(f"traced and planned in {time.perf_counter() - started:.1f} s")
+    seconds: dict[str, float] = {}
+    phases = [("import", started)]
+
+    with console.status("import") as status:
+
+        def progress(phase: str, count: int = 0) -> None:
+            moment = time.perf_counter()
+            before, since = phases.pop()
+            seconds[before] = seconds.get(before, 0.0) + moment - since
+            phases.append((phase, moment))
+            status.update(f"{phase}{f', {count} ops' if count else ''} ({moment - started:.0f} s)")
+
+        yield progress
+        progress("", 0)
+    took = ", ".join(f"{phase} {took:.1f} s" for phase, took in seconds.items() if phase and took >= 0.05)
+    console.print(
+        f"traced and planned in {time.perf_counter() - started:.1f} s" + (f": {took}" if took else ""),
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def as_json(plan: Any) -> dict[str, Any]:
-    """A plan in numbers: buckets, instructions, memory, traffic."""
+    """A plan in numbers: what each tensor got, buckets, instructions, memory, traffic."""
     memory, traffic = plan.memory, plan.traffic
+    certificate = plan.certificate
     return {
         "hash": plan.hash,
         "world": plan.spec.world_size,
+        "device": plan.spec.device,
+        "stage": plan.stage,
+        "budget_bytes": plan.spec.memory,
+        "fits": certificate.fits,
+        "tensors": [
+            {"name": name, "stage": choice.stage, "bucket": plan.ownership.home[name], "because": choice.because}
+            for name, choice in plan.choices.items()
+        ],
         "buckets": [
             {
                 "name": bucket.name,
@@ -258,6 +444,9 @@ def as_json(plan: Any) -> dict[str, Any]:
         "peak_bytes": memory.peak_bytes,
         "peak_instruction": memory.peak_index,
         "sent_bytes_per_rank": traffic.bytes_per_rank,
+        "seconds": None,
+        "certificates": [{**asdict(each), "fits": each.fits} for each in plan.certificates],
+        "notes": list(plan.graph.notes),
     }
 
 

@@ -3,8 +3,9 @@
 All four stages are planned and simulated, always: a higher stage can have a higher peak, so nothing is bisected.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from zplan.errors import BudgetError
 from zplan.graph.ir import Graph
@@ -57,7 +58,7 @@ def accept(plan: Plan, *, progress: Progress = quiet) -> Plan:
 
 def _no_stage(graph: Graph, spec: Spec, certificates: tuple[Certificate, ...], progress: Progress) -> BudgetError:
     least = min(certificates, key=lambda each: (each.peak_bytes, each.stage))
-    words = f"no stage fits: stage {least.stage} is the lowest, and each rank peaks at {format_bytes(least.peak_bytes)}"
+    words = f"no stage fits: at stage {least.stage}, the best, each rank peaks at {format_bytes(least.peak_bytes)}"
     every = [f"stage {each.stage}: peak {format_bytes(each.peak_bytes)}, {each.verdict}" for each in certificates]
     return BudgetError(_explain(words, least, list(_helps(graph, spec, least, progress)), every))
 
@@ -68,37 +69,42 @@ def _explain(words: str, certificate: Certificate, helps: list[str], every: list
         f"--> {certificate.where}",
         f"alive there: {', '.join(certificate.alive)}",
         *(every or ()),
-        "try: " + ("; ".join(helps) or "a smaller batch or a smaller model: nothing that the plan decides would do"),
+        f"try: {'; '.join(helps)}",
     ]
     return "\n".join(lines)
 
 
 def _helps(graph: Graph, spec: Spec, certificate: Certificate, progress: Progress) -> Iterator[str]:
-    """The least change of each kind that makes it fit, each simulated."""
+    """The least change of each kind that makes it fit, each simulated; at the stage that was asked for, or the best."""
     progress("what would help", 0)
     budget = certificate.budget or 0
+    free = spec.stage == AUTO
+    stages = sorted({certificate.stage, max(STAGES)}) if free else [certificate.stage]
 
-    def peak(stage: int = certificate.stage, **changes: object) -> int:
-        return make_plan(graph, spec.model_copy(update=changes), stage=stage).memory.peak_bytes
+    def fits(what: str, stages: Sequence[int] = stages, **changes: int) -> str:
+        """The words for a change that fits, or nothing."""
+        for stage in stages:
+            peak = make_plan(graph, spec.model_copy(update=changes), stage=stage).memory.peak_bytes
+            if peak <= budget:
+                at = f"stage {stage} " if free and what != f"stage {stage}" else ""
+                return f"{what} ({at}peaks at {format_bytes(peak)})"
+        return ""
 
-    for stage in STAGES:
-        if stage > certificate.stage and spec.stage != AUTO and (found := peak(stage=stage)) <= budget:
-            yield f"stage {stage} (peaks at {format_bytes(found)})"
-            break
+    if not free:
+        higher = [stage for stage in STAGES if stage > certificate.stage]
+        yield from _first(fits(f"stage {stage}", [stage]) for stage in higher)
     if spec.world_size > 1:
-        if spec.prefetch and (found := peak(prefetch=0)) <= budget:
-            yield f"prefetch 0 (peaks at {format_bytes(found)})"
-        for nbytes in SMALLER_BUCKETS:
-            if nbytes < spec.bucket and (found := peak(bucket=nbytes)) <= budget:
-                yield f"buckets of {nbytes // 10**6}MB (peaks at {format_bytes(found)})"
-                break
-    if certificate.stage == 0 and spec.stage != AUTO:
-        return
-    for times in MORE_RANKS:
-        world = spec.world_size * times
-        if (found := peak(stage=max(STAGES), world_size=world)) <= budget:
-            yield f"{world} ranks (stage {max(STAGES)} peaks at {format_bytes(found)})"
-            return
-    memory = make_plan(graph, spec, stage=certificate.stage).memory
-    activations = memory.by_category.get(Category.ACTIVATIONS, 0)
+        if spec.prefetch:
+            yield from _first([fits("prefetch 0", prefetch=0)])
+        smaller = [nbytes for nbytes in SMALLER_BUCKETS if nbytes < spec.bucket]
+        yield from _first(fits(f"buckets of {nbytes // 10**6}MB", bucket=nbytes) for nbytes in smaller)
+    if free or certificate.stage > 0:
+        worlds = [spec.world_size * times for times in MORE_RANKS]
+        yield from _first(fits(f"{world} ranks", [max(STAGES)], world_size=world) for world in worlds)
+    activations = make_plan(graph, spec, stage=certificate.stage).memory.by_category.get(Category.ACTIVATIONS, 0)
     yield f"a smaller batch: activations take {format_bytes(activations)} at the peak"
+
+
+def _first(words: Iterable[str]) -> Iterator[str]:
+    """The first that is not empty."""
+    yield from islice(filter(None, words), 1)

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The printed form of a program; `text(ops=True)` unfolds runs of compute."""
+    """The printed form of a program, about a page; `collectives` gives each one a row, `ops` each instruction."""
 
     program: Program
     memory: Memory
     traffic: Traffic
 
-    def text(self, *, ops: bool = False) -> str:
-        return schedule_text(self.program, self.memory, self.traffic, ops=ops)
+    def text(self, *, ops: bool = False, collectives: bool = False) -> str:
+        return schedule_text(self.program, self.memory, self.traffic, ops=ops, collectives=collectives)
 
     def __str__(self) -> str:
         return self.text()

@@ -1,5 +1,6 @@
 """Rows: a program as the lines of its printed schedule, not yet folded over layers."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from zplan.graph.ir import Op, Phase
@@ -88,6 +89,37 @@ def make_rows(program: Program, memory: Memory, traffic: Traffic, *, ops: bool) 
         else:
             add(index, index, "", label, detail)
     close()
+    return rows
+
+
+def make_module_rows(program: Program, memory: Memory, traffic: Traffic) -> list[Row]:
+    """One row for each stretch of instructions between changes of unit or phase, collectives counted in it.
+
+    For programs whose layers take many buckets each, so that rows of single collectives fill pages.
+    """
+    runs = _runs(program)
+    spans: list[tuple[str, int]] = []
+    for index, instruction in enumerate(program.instructions):
+        if isinstance(instruction, Update):
+            spans.append(("", index))
+        elif index in runs and (not spans or spans[-1][0] != runs[index]):
+            # What stands before the first run goes with it.
+            spans.append((runs[index], index if spans else 0))
+    rows = []
+    ends = [start for _, start in spans[1:]] + [len(program.instructions)]
+    for (label, first), end in zip(spans, ends, strict=True):
+        counts = Counter(VERBS[type(x)] for x in program.instructions[first:end] if not _is_plain_free(program, x))
+        of_run = counts.pop("run", 0)
+        detail = ", ".join(
+            [_plural(of_run, "op")] * (of_run > 0)
+            + [f"{counts[verb]} {verb}" for verb in VERBS.values() if counts[verb]]
+        )
+        live, mark = memory.timeline[end - 1], ""
+        if first <= memory.peak_index < end:
+            live, mark = memory.peak_bytes, f"<- peak at {memory.peak_index}"
+        sent = sum(traffic.by_instruction[first:end])
+        verb = "run" if label else "update"
+        rows.append(Row(first, end - 1, "", verb, label, f" ({detail})" if label else detail, sent, live, mark))
     return rows
 
 

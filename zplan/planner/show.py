@@ -13,7 +13,7 @@ from zplan.planner.fold import Block, Row, families, fold, in_order, span, templ
 from zplan.planner.memory import Alive, Memory
 from zplan.planner.ownership import Ownership
 from zplan.planner.program import LAUNCHES, REDUCTIONS, Free, Gather, Instruction, Position, Program, Run, Wait, makes
-from zplan.planner.rows import ROOT, VERBS, bucket_names, holds, make_rows, typed, where
+from zplan.planner.rows import ROOT, VERBS, bucket_names, holds, make_module_rows, make_rows, typed, where
 from zplan.planner.traffic import Traffic
 from zplan.units import ITEMSIZE, format_bytes, format_count
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 WIDEST = 96
 # Storages named at the peak, and intervals of a tensor written out.
 LARGEST = 6
+# Lines of a schedule that are still read as one page.
+PAGE = 100
 INTERVALS = 2
 MEANING = {
     "part": "part = this rank's share of the parameters",
@@ -34,20 +36,28 @@ MEANING = {
 }
 
 
-def schedule_text(program: Program, memory: Memory, traffic: Traffic, *, ops: bool = False) -> str:
+def schedule_text(
+    program: Program, memory: Memory, traffic: Traffic, *, ops: bool = False, collectives: bool = False
+) -> str:
     """The program, one row an instruction: index, collectives in flight, what is done, bytes alive after it.
 
     By default, compute folds into one row per unit of the model and phase, and equal layers fold into the first of
-    them: `x12` stands beside `[`, which marks the rows that are repeated. `ops` unfolds both.
+    them: `x12` stands beside `[`, which marks the rows that are repeated. Where that is longer than a page, collectives
+    are counted in the rows of their modules, unless `collectives` asks for a row each. `ops` unfolds everything.
     """
     rows = make_rows(program, memory, traffic, ops=ops)
     blocks = [Block(i, 1, 1) for i in range(len(rows))] if ops else fold(rows)
+    more = []
+    if not ops and not collectives and sum(block.period for block in blocks) > PAGE:
+        rows = make_module_rows(program, memory, traffic)
+        blocks = fold(rows)
+        more = ["", "collectives are counted in the rows of their modules: ask for them (--collectives), or for --ops"]
     header = (
         f"world={program.ownership.world} stage={_stage(program.ownership.buckets)} position={program.position.value} "
         f"resident={format_bytes(memory.resident_bytes)} peak={format_bytes(memory.peak_bytes)} "
         f"sent={format_bytes(traffic.bytes_per_rank)}"
     )
-    return "\n".join([header, *_lines(rows, blocks), *_legend(program), *_totals(program, traffic)])
+    return "\n".join([header, *_lines(rows, blocks), *(more or _legend(program)), *_totals(program, traffic)])
 
 
 def _lines(rows: Sequence[Row], blocks: Sequence[Block]) -> list[str]:
