@@ -50,7 +50,10 @@ def test_schedule_as_json() -> None:
     [
         (["schedule", "nowhere.py:job", "--stage", "1"], "SpecError: there is no file nowhere.py"),
         (["schedule", JOBS, "--stage", "1"], "SpecError: 'tests/jobs.py' is no FILE.py:JOB"),
-        (["schedule", f"{JOBS}:tny", "--stage", "1"], "SpecError: tests/jobs.py has no function tny; it has loss_fn"),
+        (
+            ["schedule", f"{JOBS}:tny", "--stage", "1"],
+            "SpecError: tests/jobs.py has no function tny; nearest: tiny; it has loss_fn",
+        ),
         (["schedule", f"{JOBS}:unready", "--stage", "1"], "returned a int, and must return a zplan.Job"),
         (["schedule", f"{JOBS}:raises", "--stage", "1"], "RuntimeError: the data set is not there"),
         (["schedule", f"{JOBS}:tiny", "--stage", "4"], "SpecError: stage '4' does not exist"),

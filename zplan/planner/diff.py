@@ -109,6 +109,12 @@ def _model(one: Graph, two: Graph) -> Iterator[Change]:
         if first != second:
             yield Change(f"first op that differs, {index}", first, second)
             return
+    for name, value in one.values.items():
+        other = two.values.get(name)
+        if other is not None and (value.shape, value.dtype) != (other.shape, other.dtype):
+            made = (f"{each.dtype}{list(each.shape)}" for each in (value, other))
+            yield Change(f"first value that differs, {name}", *made)
+            return
 
 
 def _tensors(one: Plan, two: Plan) -> Iterator[Change]:

@@ -135,15 +135,16 @@ def load(path: str | Path) -> Plan:
     if content.pop("sha256", None) != _sha256(content):
         raise SpecError(f"{name} was changed after it was written: its checksum does not match\ntry: plan again")
     try:
-        file = PlanFile.model_validate_json(json.dumps(content), strict=False)
+        file = PlanFile.model_validate_json(json.dumps(content))
+        plan = _plan(file)
+        check(plan.program)
     except ValidationError as error:
         first = error.errors()[0]
         raise SpecError(f"{name} does not hold a plan: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    plan = _plan(file)
-    try:
-        check(plan.program)
     except CheckError as error:
-        raise SpecError(f"{name} holds a program that breaks a law: {error}") from None
+        raise SpecError(f"{name} holds a program that breaks a law: {str(error).splitlines()[0]}") from None
+    except (SpecError, LookupError, TypeError, ValueError) as error:
+        raise SpecError(f"{name} does not hold a plan: {type(error).__name__}: {error}") from None
     if plan.hash != file.hash:
         raise SpecError(
             f"{name} was written by zplan {file.zplan}, and this is {__version__}: its plan reads back as another one "

@@ -25,7 +25,7 @@ WIDEST = 96
 # Storages named at the peak, and intervals of a tensor written out.
 LARGEST = 6
 # Lines of a schedule that are still read as one page.
-PAGE = 100
+PAGE = 150
 INTERVALS = 2
 MEANING = {
     "part": "part = this rank's share of the parameters",
