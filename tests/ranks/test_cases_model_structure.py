@@ -533,6 +533,8 @@ def test_pytorch_154655_encoder_and_decoder_are_gathered_in_order_of_use(pool, w
         for stage, plan in enumerate(plans(case, world, prefetch=prefetch)):
             used = list(dict.fromkeys(plan.ownership.home[f"{name}.weight"] for name in USED))
             assert len(used) > 3
+            # Buckets are laid out in that order too, whatever the order of registration.
+            assert used == sorted(used, key=lambda bucket: int(bucket[1:]))
             gathers = [x.bucket for x in plan.program.instructions if isinstance(x, Gather)]
             forward = list(dict.fromkeys(gathers))
             backward = gathers[len(forward) :]
