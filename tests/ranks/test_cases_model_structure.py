@@ -21,7 +21,9 @@ from tests.ranks.training import ADAMW, Case, Run, assert_same, build, sharded, 
 from zplan.planner.program import Gather, Launch, Pack, Update
 from zplan.runtime.comm import Comm
 
-WORLDS = pytest.mark.parametrize("world", [2, 3])
+# Three ranks are the fewest with uneven shards.
+WORLDS = pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
+TWO_RANKS = pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 STAGES = range(4)
 # Small enough that most tensors of these models travel alone.
 BUCKET = 400
@@ -146,8 +148,17 @@ TIED = {
 }
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("kind", TIED)
+@pytest.mark.parametrize(
+    ("kind", "world"),
+    [
+        ("two names", 2),
+        ("two names", 3),
+        ("two names", 4),
+        ("three names", 3),
+        pytest.param("three names", 2, marks=pytest.mark.slow),
+        pytest.param("three names", 4, marks=pytest.mark.slow),
+    ],
+)
 def test_pytorch_176076_tied_embedding_and_head_of_a_vocabulary_that_does_not_divide(pool, kind, world) -> None:
     case = TIED[kind]
     before = build(case).embed.weight
@@ -354,7 +365,7 @@ class Empty(nn.Module):
         return torch.cat([y, self.nothing(x[:, :4]), self.nothing_low(x[:, :4].bfloat16()).float()], dim=1)
 
 
-@WORLDS
+@TWO_RANKS
 def test_deepspeed_8279_linear_without_outputs_and_sizes_8_0_24(pool, world) -> None:
     """Saved and loaded: by `full_state_dict()`."""
     case = Case(Empty, mean_square, functools.partial(rows, width=32))
@@ -413,7 +424,7 @@ def one_by_itself(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimize
     return torch.optim.AdamW([{"params": g, "lr": 0.1 / (i + 1)} for i, g in enumerate(groups) if g], foreach=False)
 
 
-@WORLDS
+@TWO_RANKS
 @pytest.mark.parametrize("alone", [False, True])
 def test_deepspeed_129_a_group_with_one_element(pool, world, alone) -> None:
     case = Case(functools.partial(OneElement, alone=alone), mean_square, rows, one_by_itself)
@@ -653,7 +664,7 @@ class FewRows(nn.Module):
         return self.narrow(self.wide(x)) + self.one_row(torch.zeros(len(x), dtype=torch.int64))
 
 
-@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("world", [pytest.param(3, marks=pytest.mark.slow), 4])
 def test_torchtitan_4593_more_ranks_than_rows(pool, world) -> None:
     """Saved and loaded: by `full_state_dict()`."""
     case = Case(FewRows, mean_square, functools.partial(rows, width=200))

@@ -18,7 +18,7 @@ def every_overlap(comm: Comm, stage: int) -> list[Run]:
     ]
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3])
 def test_deepspeed_5545_overlap_with_very_small_buckets_changes_nothing(pool, stage) -> None:
     world = 3
     expected = unsharded(CASES["odd"], world)
@@ -60,7 +60,7 @@ def group_of_every_slice(comm: Comm, stage: int) -> list[tuple[int, float, float
     return [(i, g["lr"], g["weight_decay"], sum(p.numel() for p in g["params"])) for i, g in enumerate(groups)]
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("bucket", [200, "25MB"])
 def test_deepspeed_6873_groups_keep_their_own_lr_and_weight_decay(pool, world, bucket) -> None:
     expected = unsharded(GROUPS, world)
