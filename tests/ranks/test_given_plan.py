@@ -18,14 +18,14 @@ def planned(case: Case, model: nn.Module | None = None, **options: Any) -> zplan
     return zplan.plan(model or build(case), case.loss_fn, case.batch(0), optimizer=case.optimizer, **given)
 
 
-def train(comm: Comm, name: str, plan: Any, **options: Any) -> tuple[Run, str, list[str]]:
+def train(comm: Comm, name: str, plan: Any) -> tuple[Run, str, list[str]]:
     case = CASES[name]
+    model = build(case)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        step = zplan.compile(
-            build(case), case.loss_fn, case.batch(0), optimizer=case.optimizer, group=comm.group, plan=plan, **options
-        )
-    run = Run([step(case.batch(seed(i, comm.rank))) for i in range(STEPS)], step.full_state_dict())
+        step = zplan.compile(model, case.loss_fn, case.batch(0), optimizer=case.optimizer, group=comm.group, plan=plan)
+    losses = [step(case.batch(seed(i, comm.rank))) for i in range(STEPS)]
+    run = Run(losses, step.full_state_dict(), dict(model.named_buffers()))
     return run, step.plan.hash, [str(each.message) for each in caught if each.category is UserWarning]
 
 

@@ -25,7 +25,8 @@ def train(comm: Comm, name: str, stage: int) -> Run:
     assert any(isinstance(x, AllReduce) for x in plan.program.instructions) == (stage == 0)
     optimizer = groups_of(case.optimizer, model)[0]
     step = TrainStep(plan, traced, State(model, plan.ownership, comm, sync=True), optimizer, comm)
-    return Run([step(case.batch(seed(i, comm.rank))) for i in range(STEPS)], step.full_state_dict())
+    losses = [step(case.batch(seed(i, comm.rank))) for i in range(STEPS)]
+    return Run(losses, step.full_state_dict(), dict(model.named_buffers()))
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

@@ -25,14 +25,16 @@ class Case:
     batch: Callable[[int], Any]
     optimizer: Callable[..., torch.optim.Optimizer] = ADAMW
     stages: Mapping[str, int] = field(default_factory=dict)
+    steps: int = STEPS
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run gives: losses of each step of one rank, and the whole model at the end."""
+    """What a run gives: losses of each step of one rank, the whole model at the end, and the rank's own buffers."""
 
     losses: list[torch.Tensor]
     tensors: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
 
 
 def build(case: Case) -> torch.nn.Module:
@@ -55,10 +57,10 @@ def sharded(comm: Comm, case: Case, options: dict[str, Any]) -> Run:
         model, case.loss_fn, case.batch(seed(0, comm.rank)), optimizer=case.optimizer, group=comm.group, **options
     )
     losses = []
-    for i in range(STEPS):
+    for i in range(case.steps):
         torch.manual_seed(seed(i, comm.rank))
         losses.append(step(case.batch(seed(i, comm.rank))))
-    return Run(losses, step.full_state_dict())
+    return Run(losses, step.full_state_dict(), dict(model.named_buffers()))
 
 
 def unsharded(case: Case, world: int) -> list[Run]:
@@ -69,7 +71,7 @@ def unsharded(case: Case, world: int) -> list[Run]:
     trained = [[p for p in replica.parameters() if p.requires_grad] for replica in replicas]
     optimizers = [case.optimizer([(n, p) for n, p in r.named_parameters() if p.requires_grad]) for r in replicas]
     losses: list[list[torch.Tensor]] = [[] for _ in replicas]
-    for i in range(STEPS):
+    for i in range(case.steps):
         for rank, replica in enumerate(replicas):
             torch.manual_seed(seed(i, rank))
             loss = case.loss_fn(replica, case.batch(seed(i, rank)))
@@ -82,7 +84,8 @@ def unsharded(case: Case, world: int) -> list[Run]:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    return [Run(kept, dict(replicas[0].state_dict())) for kept in losses]
+    whole = dict(replicas[0].state_dict())
+    return [Run(kept, whole, dict(r.named_buffers())) for kept, r in zip(losses, replicas, strict=True)]
 
 
 def mean_gradient(grads: list[torch.Tensor | None]) -> torch.Tensor | None:
@@ -100,6 +103,9 @@ def assert_same(found: Run, expected: Run) -> None:
     for name, tensor in expected.tensors.items():
         assert found.tensors[name].dtype == tensor.dtype, name
         assert torch.equal(found.tensors[name], tensor), f"{name} differs"
+    assert list(found.buffers) == list(expected.buffers)
+    for name, tensor in expected.buffers.items():
+        assert torch.equal(found.buffers[name], tensor), f"this rank's own {name} differs"
 
 
 def gpt() -> torch.nn.Module:

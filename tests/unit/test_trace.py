@@ -173,7 +173,11 @@ def test_graph_describes_itself() -> None:
     assert not graph.tensor["frozen.weight"].trainable
     assert graph.tensor["unused"].grad is None
     assert graph.tensor["unused"].group == 0
-    assert graph.notes == ("unused gets no gradient",)
+    assert graph.notes == (
+        "unused gets no gradient",
+        "each rank writes buffers of its own, and full_state_dict() gives rank 0's: calls, average, norm.running_mean, "
+        "norm.running_var, norm.num_batches_tracked",
+    )
     assert graph.batch == ("batch.0", "batch.1")
     assert "norm.running_mean" in graph.buffers
     assert len(graph.outputs) == 4

@@ -163,6 +163,9 @@ def notes(
     lines += [
         f"{value} is {origin}, closed over: it stays as it is now" for value, origin in constants.items() if origin
     ]
+    if draft.written:
+        written = ", ".join(draft.written)
+        lines.append(f"each rank writes buffers of its own, and full_state_dict() gives rank 0's: {written}")
     lines += [f"the step writes into {name}; the write stays inside the step" for name in draft.batch_written]
     if captured.checkpointed:
         regions = ", ".join(name or "the loss" for name in captured.checkpointed)
