@@ -70,11 +70,19 @@ class Memory:
 
     @cached_property
     def resident_bytes(self) -> int:
-        return _Ledger(self.program).nbytes
+        return self._ledger().nbytes
+
+    @cached_property
+    def _optimizer(self) -> tuple[int, int]:
+        return state_nbytes(self.program), scratch_nbytes(self.program)
+
+    def _ledger(self) -> "_Ledger":
+        state, scratch = self._optimizer
+        return _Ledger(self.program, state, scratch)
 
     @cached_property
     def _fold(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        ledger = _Ledger(self.program)
+        ledger = self._ledger()
         timeline, peaks = [], []
         for index, instruction in enumerate(self.program.instructions):
             transient = ledger.enter(index, instruction)
@@ -103,7 +111,7 @@ class Memory:
     @cached_property
     def alive(self) -> tuple[Alive, ...]:
         """What is there at the peak, largest first; what the instruction takes within itself comes as scratch."""
-        ledger = _Ledger(self.program)
+        ledger = self._ledger()
         transient = 0
         for index, instruction in enumerate(self.program.instructions[: self.peak_index + 1]):
             transient = ledger.enter(index, instruction)
@@ -166,7 +174,7 @@ def _scratch(sizes: _Sizes, program: Program) -> float:
 class _Ledger:
     """The storages that are alive, as instructions go by: `enter` takes what one needs, `leave` gives back."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, state: int, scratch: int) -> None:
         self.program = program
         self.alive: dict[str, Alive] = {}
         self.nbytes = 0
@@ -182,8 +190,8 @@ class _Ledger:
             self._add_value(value, Category.BUFFERS, -1)
         for value in graph.batch:
             self._add_value(value, Category.BATCH, -1)
-        self._add("optimizer state", state_nbytes(program), Category.STATE, -1)
-        self._scratch = scratch_nbytes(program)
+        self._add("optimizer state", state, Category.STATE, -1)
+        self._scratch = scratch
 
     def enter(self, index: int, instruction: Instruction) -> int:
         """Returns the bytes that the instruction takes and gives back within itself."""

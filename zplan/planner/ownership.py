@@ -77,11 +77,15 @@ class Ownership:
             if not bucket.trains:
                 continue
             low, high = (0, bucket.numel) if bucket.state_whole else (rank * bucket.part, (rank + 1) * bucket.part)
-            for group, start, stop in _runs(bucket):
+            for group, start, stop in self._runs[bucket.name]:
                 start, stop = max(start, low), min(stop, high)
                 if start < stop:
                     found.append(Slice(bucket.name, group, start, stop))
         return tuple(found)
+
+    @cached_property
+    def _runs(self) -> Mapping[str, list[tuple[int, int, int]]]:
+        return {bucket.name: _runs(bucket) for bucket in self.buckets}
 
     @property
     def imbalance(self) -> float:
