@@ -1,6 +1,7 @@
 """A traced graph against eager PyTorch: the same bits, in the same memory."""
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -74,3 +75,22 @@ def assert_aliases(traced: Trace, model: nn.Module, batch: Any) -> None:
         value = traced.graph.values[name]
         assert owner.setdefault(key, value.storage) == value.storage, (name, value.storage)
     assert len(set(owner.values())) == len(owner) == len(traced.graph.storages)
+
+
+def snapshot(model: nn.Module) -> list[Any]:
+    """All that a trace could leave behind: random states, and every attribute, container and tensor of every module."""
+    kept: list[Any] = [torch.get_rng_state().tolist(), random.getstate()]
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            kept.append((name, key, id(value)))
+            if isinstance(value, dict):
+                kept.append([(k, id(v)) for k, v in value.items()])
+            elif isinstance(value, list):
+                kept.append([id(v) for v in value])
+            elif isinstance(value, set):
+                kept.append(set(value))
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        kept.append(
+            (name, id(tensor), tensor.detach().clone().tolist(), id(tensor.grad), tensor.requires_grad, tensor._version)
+        )
+    return kept

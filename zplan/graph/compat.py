@@ -30,13 +30,14 @@ from torch.utils._python_dispatch import TorchDispatchMode  # 2.13
 __all__ = [
     "BACKWARD_OF_MODULE",
     "DATA_DEPENDENT",
+    "OF_MODULE",
+    "TENSORS_OF_MODULE",
     "UNSUPPORTED",
     "TorchDispatchMode",
     "autocast_cache",
     "boxed_hooks",
     "capture",
     "compiling_state",
-    "containers",
     "dropout_of",
     "fake_mode",
     "forward_hooks",
@@ -63,6 +64,10 @@ UNSUPPORTED = UnsupportedOperatorException
 
 # 2.13: attributes of a Module that hold its backward hooks.
 BACKWARD_OF_MODULE = ("_backward_hooks", "_backward_pre_hooks")
+
+# 2.13: attributes that every Module has, and those in which it keeps parameters, buffers and submodules.
+OF_MODULE = frozenset(vars(nn.Module()))
+TENSORS_OF_MODULE = ("_parameters", "_buffers", "_modules")
 
 
 def fake_mode() -> FakeTensorMode:
@@ -159,11 +164,6 @@ def tensor_hooks(tensor: torch.Tensor) -> bool:
 def boxed_hooks(module: nn.Module) -> bool:
     """Whether a module has backward hooks. 2.13."""
     return any(getattr(module, name, None) for name in BACKWARD_OF_MODULE)
-
-
-def containers(module: nn.Module) -> list[Any]:
-    """The dicts and sets in which a module keeps parameters, buffers and submodules. 2.13."""
-    return [vars(module)[name] for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")]
 
 
 def is_op(target: Any) -> bool:

@@ -98,6 +98,7 @@ def trace(
         optimizer=measure(optimizer, model, device=captured.device.type),
         device=captured.device.type,
         stages=stages_of(model),
+        regions=captured.checkpointed,
         notes=notes(model, draft, captured, groups, {value: names[node] for value, node in lifted.constants.items()}),
     )
     return Trace(
@@ -153,6 +154,7 @@ def notes(
         f"{value} is {origin}, closed over: it stays as it is now" for value, origin in constants.items() if origin
     ]
     lines += [f"the step writes into {name}; the write stays inside the step" for name in draft.batch_written]
+    lines += captured.changes.notes
     if captured.checkpointed:
         regions = ", ".join(name or "the loss" for name in captured.checkpointed)
         lines.append(
