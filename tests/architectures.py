@@ -210,13 +210,17 @@ EIGHT = {
     "vit": Architecture(vit, images),
     "resnet": Architecture(resnet, images),
 }
-EAGER: dict[str, Any] = {"attn_implementation": "eager"}
-ARCHITECTURES = {
-    **EIGHT,
-    "gpt2 eager": Architecture(partial(gpt2, **EAGER), padded_text),
-    "llama eager": Architecture(partial(llama, **EAGER), text),
+# Other ideas: a state space, two modalities, windows of attention, a tied embedding between encoder and decoder.
+BEYOND = {
     "mamba": Architecture(mamba, text),
     "clip": Architecture(clip, captioned_images),
     "gemma3": Architecture(gemma3, padded_text),
     "t5": Architecture(t5, text_to_text),
+}
+EAGER: dict[str, Any] = {"attn_implementation": "eager"}
+ARCHITECTURES = {
+    **EIGHT,
+    **BEYOND,
+    "gpt2 eager": Architecture(partial(gpt2, **EAGER), padded_text),
+    "llama eager": Architecture(partial(llama, **EAGER), text),
 }
