@@ -387,7 +387,7 @@ class Counting(nn.Module):
         super().__init__()
         self.linear = nn.Linear(3, 3)
         self.calls, self.mode, self.rate = 0, None, (1, 2)
-        self.seen: list[Any] = []
+        self.seen: list[Any] = [X]
         self.same, self._ready, self._calls = 3, False, 0
         self.last = torch.zeros(3)
 
