@@ -142,6 +142,22 @@ def test_dropout_of_permuted_tensors(permute: tuple[int, ...]) -> None:
     assert_aliases(traced, model, x)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.3, 1.0])
+def test_dropout_is_that_of_eager(dtype: torch.dtype, p: float) -> None:
+    def body(model: Tiny, x: Tensor) -> Tensor:
+        return F.dropout(model.linear(x), p)
+
+    model, x = Tiny(body).to(dtype), torch.arange(36.0).reshape(12, 3).to(dtype)
+    kernels = dict(torch.ops.aten.dropout.default.py_kernels)
+    traced = trace(model, mean_loss, x)
+    assert torch.ops.aten.dropout.default.py_kernels == kernels
+    assert_bitwise(traced, model, mean_loss, x)
+    assert_aliases(traced, model, x)
+    random = "aten.native_dropout.default" if dtype is torch.float32 else "aten.bernoulli.p"
+    assert [op.target for op in traced.graph.ops if op.kind is OpKind.RANDOM] == [random] * (0 < p < 1)
+
+
 def test_autocast_casts_a_shared_weight_once() -> None:
     def body(model: Tiny, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
