@@ -3,20 +3,25 @@
 import copy
 import functools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
+import zplan
+from tests.bitwise import Storages, assert_aliases, assert_bitwise, inputs, snapshot
 from tests.models import GPT, OddMLP
 from zplan.errors import TraceError
 from zplan.graph import compat
 from zplan.graph.ir import OpKind, Phase
-from zplan.graph.trace import Trace, trace
+from zplan.graph.trace import trace
 
 MODELS = {
     "gpt": lambda: GPT(),
@@ -26,50 +31,12 @@ MODELS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make(name: str) -> Any:
     torch.manual_seed(0)
     return MODELS[name]()
-
-
-def inputs(model: nn.Module, batch: Any) -> list[Tensor]:
-    leaves = [leaf for leaf in compat.pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-    return [*(p.detach() for p in model.parameters()), *model.buffers(), *leaves]
-
-
-def same(a: Any, b: Any) -> bool:
-    return torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, Tensor) else bool(a == b)
-
-
-def assert_bitwise(traced: Trace, model: nn.Module, loss_fn: Callable[..., Any], batch: Any) -> None:
-    """Three steps without update: outputs, gradients and buffers of both, from the same seed."""
-    copied = copy.deepcopy(model)
-    graph = traced.graph
-    for seed in range(3):
-        torch.manual_seed(seed)
-        result = loss_fn(model, batch)
-        model.zero_grad(set_to_none=True)
-        (result[0] if isinstance(result, tuple) else result).backward()
-        torch.manual_seed(seed)
-        with torch.no_grad():
-            got = traced.module(*inputs(copied, batch))
-        outputs = traced.unflatten(got[: len(graph.outputs)])
-        for a, b in zip(*map(compat.pytree.tree_leaves, (result, outputs)), strict=True):
-            assert same(a, b)
-        names = [tensor.name for tensor in graph.tensors if tensor.grad is not None]
-        grads = dict(zip(names, got[len(graph.outputs) :], strict=True))
-        for name, parameter in model.named_parameters():
-            assert (parameter.grad is None) == (name not in grads), name
-            assert name not in grads or same(parameter.grad, grads[name]), name
-        for (name, a), (_, b) in zip(model.named_buffers(), copied.named_buffers(), strict=True):
-            assert same(a, b), name
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -93,35 +60,6 @@ def test_every_op_has_its_place(name: str) -> None:
         for module, instance in modules.items():
             if leaf in type(instance).__name__.lower() and "frozen" not in module and "nothing" not in module:
                 assert {op.phase for op in graph.ops if op.module == module} == set(Phase), module
-
-
-class Storages(fx.Interpreter):
-    """Runs a graph for real and remembers in which memory each result was; nothing is let go."""
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module, garbage_collect_values=False)
-        self.where: dict[str, tuple[int, ...]] = {}
-        self.kept: list[Any] = []
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        self.kept.append(result)
-        self.where[n.name] = tuple(
-            compat.storage_key(x) for x in compat.pytree.tree_leaves(result) if isinstance(x, Tensor)
-        )
-        return result
-
-
-def assert_aliases(traced: Trace, model: nn.Module, batch: Any) -> None:
-    real = Storages(traced.module)
-    with torch.no_grad():
-        real.run(*inputs(copy.deepcopy(model), batch))
-    owner: dict[int, str] = {}
-    for name, node in traced.node.items():
-        (key,) = real.where[node.name]
-        value = traced.graph.values[name]
-        assert owner.setdefault(key, value.storage) == value.storage, (name, value.storage)
-    assert len(set(owner.values())) == len(owner) == len(traced.graph.storages)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -208,6 +146,22 @@ def test_dropout_of_permuted_tensors(permute: tuple[int, ...]) -> None:
     assert_aliases(traced, model, x)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.3, 1.0])
+def test_dropout_is_that_of_eager(dtype: torch.dtype, p: float) -> None:
+    def body(model: Tiny, x: Tensor) -> Tensor:
+        return F.dropout(model.linear(x), p)
+
+    model, x = Tiny(body).to(dtype), torch.arange(36.0).reshape(12, 3).to(dtype)
+    kernels = dict(torch.ops.aten.dropout.default.py_kernels)
+    traced = trace(model, mean_loss, x)
+    assert torch.ops.aten.dropout.default.py_kernels == kernels
+    assert_bitwise(traced, model, mean_loss, x)
+    assert_aliases(traced, model, x)
+    random = "aten.native_dropout.default" if dtype is torch.float32 else "aten.bernoulli.p"
+    assert [op.target for op in traced.graph.ops if op.kind is OpKind.RANDOM] == [random] * (0 < p < 1)
+
+
 def test_autocast_casts_a_shared_weight_once() -> None:
     def body(model: Tiny, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -253,20 +207,6 @@ def test_meta_model_traces_as_a_real_one() -> None:
 
 
 # The user's model is as it was
-
-
-def snapshot(model: nn.Module) -> list[Any]:
-    kept: list[Any] = [torch.get_rng_state().tolist(), random.getstate()]
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            kept.append(
-                (name, key, id(value), {k: id(v) for k, v in value.items()} if isinstance(value, dict) else None)
-            )
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        kept.append(
-            (name, id(tensor), tensor.detach().clone().tolist(), id(tensor.grad), tensor.requires_grad, tensor._version)
-        )
-    return kept
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -434,7 +374,90 @@ def test_checkpoint_is_called_straight_through(reentrant: bool) -> None:
     batch = model.make_batch(0)
     traced = trace(model, model.loss_fn, batch)
     assert "recomputed: blocks.0, blocks.1" in traced.graph.notes[-1]
+    assert traced.graph.regions == ("blocks.0", "blocks.1")
     assert_bitwise(traced, model, model.loss_fn, batch)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_function_is_a_region_of_the_module_that_calls_it(reentrant: bool) -> None:
+    class Checkpointed(GPT):
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embed(tokens)
+            for block in self.blocks:
+                x = checkpoint(functools.partial(block.forward), x, use_reentrant=reentrant)
+            return checkpoint(lambda x: self.head(self.norm(x)), x, use_reentrant=reentrant)
+
+    def loss_fn(model: GPT, batch: Any) -> Tensor:
+        return checkpoint(lambda: GPT.loss_fn(model, batch), use_reentrant=False)
+
+    torch.manual_seed(0)
+    model = Checkpointed(dropout=0.2)
+    batch = model.make_batch(0)
+    traced = trace(model, model.loss_fn, batch)
+    assert traced.graph.regions == ("blocks.0", "blocks.1", "")
+    assert_bitwise(traced, model, model.loss_fn, batch)
+    assert trace(model, loss_fn, batch).graph.regions[0] == ""
+    assert trace(GPT(), GPT.loss_fn, batch).graph.regions == ()
+
+
+class Counting(nn.Module):
+    """Leaves something of every kind on itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.calls, self.mode, self.rate = 0, None, (1, 2)
+        self.seen: list[Any] = [X]
+        self.same, self._ready, self._calls = 3, False, 0
+        self.last = torch.zeros(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self._calls += 1
+        self.mode = 2.5
+        self.rate = (3, 4)
+        self.seen.append(x)
+        self.same = int("3")
+        self._ready = self._cache = True
+        self.aux = x.mean()
+        self.last = x
+        if not hasattr(self, "extra"):
+            self.register_buffer("extra", torch.ones(3))
+        self.register_forward_hook(lambda *_: None)
+        out: Tensor = self.linear(x)
+        return out
+
+
+def test_what_the_forward_leaves_on_modules_is_put_back_and_told() -> None:
+    model = nn.Sequential(Counting(), Counting())
+    before = snapshot(model)
+    graph = trace(model, mean_loss, X).graph
+    assert snapshot(model) == before
+    as_it_was = "every step sees it as it was, the change is dropped"
+    told = (
+        "0.extra is set by the forward: the change is dropped",
+        f"0.seen is changed by the forward: {as_it_was}",
+        "0.calls is changed by the forward (0 -> 1): every step sees 0, the change is dropped",
+        "0.mode is changed by the forward (None -> 2.5): every step sees None, the change is dropped",
+        f"0.rate is changed by the forward: {as_it_was}",
+        "0._calls is changed by the forward (0 -> 1): every step sees 0, the change is dropped",
+        f"0.last is changed by the forward: {as_it_was}",
+        "0.aux is set by the forward: the change is dropped",
+    )
+    assert graph.notes == (*told, *(note.replace("0.", "1.", 1) for note in told))
+
+
+def test_notes_on_many_equal_blocks_print_as_one_line() -> None:
+    def body(model: Tiny, x: Tensor) -> Tensor:
+        model.calls += 1
+        return model.linear(x)
+
+    model = nn.Sequential(*(Tiny(body) for _ in range(12)))
+    for block in model:
+        block.calls = 0
+    printed = str(zplan.plan(model, mean_loss, X, stage=3)).splitlines()
+    told = "calls is changed by the forward (0 -> 1): every step sees 0, the change is dropped"
+    assert [line for line in printed if line.startswith("note:")] == [f"note: 0..11.{told} x12"]
 
 
 def test_annotated_stages_are_found() -> None:
@@ -525,6 +548,59 @@ def test_nonzero_is_refused() -> None:
         r"aten.nonzero.default makes a tensor whose shape depends on values",
         Tiny(lambda m, x: m.linear(x)[x[:, 0] > 0]),
     )
+
+
+def test_experts_chosen_by_values_are_refused() -> None:
+    def body(model: Tiny, x: Tensor) -> Tensor:
+        chosen = model.linear(x).argmax(-1)
+        out = x
+        for expert in range(3):
+            mask = chosen == expert
+            if mask.any():
+                out = out + mask[:, None] * model.linear(x)
+        return out
+
+    refused(here(r"if mask.any\(\):"), Tiny(body))
+    refused("reads a value out of a tensor\ntry: torch.where in place of a branch", Tiny(body))
+
+
+def test_loops_as_long_as_a_value_are_refused() -> None:
+    def while_it_is_large(model: Tiny, x: Tensor) -> Tensor:
+        while x.norm() > 1:
+            x = model.linear(x)
+        return x
+
+    def as_often_as_it_says(model: Tiny, x: Tensor) -> Tensor:
+        for _ in range(int(x[0, 1] * 7)):
+            x = model.linear(x)
+        return x
+
+    def over_its_list(model: Tiny, x: Tensor) -> Tensor:
+        return model.linear(x) * sum(x[0].tolist())
+
+    refused(here(r"while x.norm\(\) > 1:"), Tiny(while_it_is_large))
+    refused(here(r"for _ in range\(int\(x\[0, 1\] \* 7\)\):"), Tiny(as_often_as_it_says))
+    refused(here(r"return model.linear\(x\) \* sum\(x\[0\].tolist\(\)\)"), Tiny(over_its_list))
+
+
+def test_boolean_masks_that_index_are_refused() -> None:
+    def picked(model: Tiny, x: Tensor) -> Tensor:
+        y = model.linear(x)
+        return y[y > 0]
+
+    def filled(model: Tiny, x: Tensor) -> Tensor:
+        y = model.linear(x)
+        y[y > 0] = 1.0
+        return y
+
+    help = "\ntry: torch.where\\(mask, x, 0\\), or weights times a mask"
+    refused(
+        here(r"return y\[y > 0\]") + f"\n.*nonzero.* makes a tensor whose shape depends on values{help}", Tiny(picked)
+    )
+    refused(r"aten.masked_select", Tiny(lambda m, x: m.linear(x).masked_select(x > 0)))
+    refused(r"_unique2?", Tiny(lambda m, x: m.linear(x) * x.unique().sum()))
+    model = Tiny(filled)
+    assert_bitwise(trace(model, mean_loss, X), model, mean_loss, X)
 
 
 def test_error_of_the_model_keeps_its_words_and_line() -> None:
@@ -644,6 +720,28 @@ def test_kinds_of_parameters_are_refused() -> None:
     model = Tiny()
     model.register_buffer("quantised", torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8))
     refused("buffer quantised is quantised", model)
+
+
+def test_sharded_parameters_are_refused(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = Tiny()
+        mesh = dist.init_device_mesh("cpu", (1,))
+        model.linear.weight = nn.Parameter(distribute_tensor(model.linear.weight.detach(), mesh, [Shard(0)]))
+        refused(r"parameter linear.weight is a .*DTensor, not a plain tensor\ntry: full_tensor\(\)", model)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_quantised_parameters_are_refused() -> None:
+    model = Tiny()
+    weight = torch.quantize_per_tensor(torch.ones(3, 3), 0.1, 0, torch.qint8)
+    model.linear.weight = nn.Parameter(weight, requires_grad=False)
+    refused(r"parameter linear.weight is quantised \(torch.qint8\)\ntry: plan the model before", model)
+    part = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(3, 3)), {nn.Linear})
+    refused(r"1.0 \(Linear\) is quantised\ntry: plan the model before it is", nn.Sequential(nn.Linear(3, 3), part))
 
 
 def test_sparse_gradient_of_a_function_is_refused() -> None:

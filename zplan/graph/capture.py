@@ -3,11 +3,15 @@
 It borrows the user's model for the time of one call: what the forward leaves on modules is put back.
 """
 
+import operator
 import sys
 from bisect import bisect_right
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +27,11 @@ from zplan.progress import Progress, quiet
 LossFn = Callable[[Any, Any], Any]
 # Progress is told once in so many ops.
 OFTEN = 250
+
+_CONTAINERS = (list, set, dict, OrderedDict, defaultdict, deque)
+_MISSING = object()
+_DROPPED = "the change is dropped"
+_SEEN_AS_BEFORE = f"every step sees it as it was, {_DROPPED}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +69,24 @@ class Leaves:
         return pytree.tree_unflatten(list(self.fill(tensors)), self.spec)
 
 
+@dataclass
+class Changes:
+    """What a forward left on modules, and `borrowed` took away again.
+
+    `replaced`: tensors, by id, that were plain attributes and are others now, with their names. `notes`: in words.
+    """
+
+    replaced: dict[int, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class Capture:
     """`module` returns [loss, *aux, *gradients of `wanted`, *buffers, *parameters, *batch], the last three as they are
     after the step: an unchanged one is its own placeholder. Placeholders: parameters, buffers, batch.
 
     `outputs` holds no tensors; `memory`: which of the real inputs share theirs, a key for each name;
-    `replaced`: tensors, by id, that modules held as plain attributes and the step replaced.
+    `changes`: what the forward left on modules; it is gone from there.
     """
 
     module: fx.GraphModule
@@ -78,7 +98,7 @@ class Capture:
     batch: Leaves
     device: torch.device
     memory: Mapping[str, int]
-    replaced: Mapping[int, str]
+    changes: Changes
     checkpointed: tuple[str, ...]
 
 
@@ -136,9 +156,7 @@ def capture(
         [_fake(b, device, mode) for b in buffers.values()],
         [_fake(leaf, device, mode) for leaf in batch.tensors.values()],
     )
-    with borrowed(model) as replaced, refuse.draws_outside_torch(), noting:
-        if evaluate:
-            model.eval()
+    with _mode(model, evaluate), borrowed(model) as changes, refuse.draws_outside_torch(), noting:
         try:
             module = compat.capture(micro_batch, fakes, mode)
         except TraceError as error:
@@ -159,7 +177,7 @@ def capture(
             for held in (parameters, buffers, batch.tensors)
             for name, tensor in held.items()
         },
-        replaced=replaced,
+        changes=changes,
         checkpointed=tuple(dict.fromkeys(recorder.checkpointed)),
     )
 
@@ -207,6 +225,8 @@ class _Recorder:
         self.places[node] = Place(self.phase, self._stack[-1], line)
 
     def checkpoint(self, fn: Any) -> None:
+        while isinstance(fn, partial):
+            fn = fn.func
         module = self._modules.get(fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None))
         self.checkpointed.append(self._stack[-1] if module is None else module)
 
@@ -282,37 +302,98 @@ def _handle(handle: Any) -> Iterator[None]:
         handle.remove()
 
 
+class _Before:
+    """A module as it was: its attributes, and what its lists, sets and dicts hold, hooks and submodules among them."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name = name
+        self.now = vars(module)
+        self.attributes = dict(self.now)
+        self.contents = {key: copy(value) for key, value in self.now.items() if type(value) in _CONTAINERS}
+
+    def put_back(self, changes: Changes) -> None:
+        for key, content in self.contents.items():
+            container = self.attributes[key]
+            if _same(container, content):
+                continue
+            if key not in compat.OF_MODULE:
+                changes.notes.append(f"{self._full(key)} is changed by the forward: {_SEEN_AS_BEFORE}")
+            elif key in compat.TENSORS_OF_MODULE:
+                added = [name for name in container if name not in content]
+                changes.notes += [f"{self._full(name)} is set by the forward: {_DROPPED}" for name in added]
+            container.clear()
+            (container.extend if isinstance(container, (list, deque)) else container.update)(content)
+        changed = [
+            key
+            for key in {**self.attributes, **self.now}
+            if self.now.get(key, _MISSING) is not self.attributes.get(key, _MISSING)
+        ]
+        for key in changed:
+            before = self.attributes.get(key, _MISSING)
+            if isinstance(before, torch.Tensor):
+                changes.replaced[id(before)] = self._full(key)
+            if words := _change(key, before, self.now.get(key, _MISSING)):
+                changes.notes.append(f"{self._full(key)} is {words}")
+        if changed:
+            self.now.clear()
+            self.now.update(self.attributes)
+
+    def _full(self, key: str) -> str:
+        return f"{self.name}.{key}" if self.name else key
+
+
+def _change(key: str, before: Any, after: Any) -> str:
+    """What became of an attribute, "" where it is nothing to tell: an equal value, or a cache made on first use."""
+    if before is None or before is False or before is _MISSING:
+        if key.startswith("_"):
+            return ""
+        if before is _MISSING:
+            return f"set by the forward: {_DROPPED}"
+    plain = [isinstance(value, (type(None), bool, int, float)) for value in (before, after)]
+    if all(plain):
+        equal = type(before) is type(after) and before == after
+        return "" if equal else f"changed by the forward ({before} -> {after}): every step sees {before}, {_DROPPED}"
+    return f"changed by the forward: {_SEEN_AS_BEFORE}"
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two containers hold the very same objects, in the same order."""
+    if isinstance(a, set):
+        return bool(a == b)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(value is b[key] for key, value in a.items())
+    return len(a) == len(b) and all(map(operator.is_, a, b))
+
+
 @contextmanager
-def borrowed(model: nn.Module) -> Iterator[dict[int, str]]:
+def _mode(model: nn.Module, evaluate: bool) -> Iterator[None]:
+    """Evaluation mode inside, if asked for; each module's own mode comes back."""
+    before = {module: module.training for module in model.modules()}
+    try:
+        if evaluate:
+            model.eval()
+        yield
+    finally:
+        for module, training in before.items():
+            module.training = training
+
+
+@contextmanager
+def borrowed(model: nn.Module) -> Iterator[Changes]:
     """Puts back every attribute of every module, and torch's random state, also after an error.
 
-    It gives what is filled at the end: tensors, by id, that were plain attributes and were replaced, with their names.
+    What it gives is filled at the end.
     """
-    replaced: dict[int, str] = {}
-    kept = [
-        (name, vars(module), dict(vars(module)), [(held, held.copy()) for held in compat.containers(module)])
-        for name, module in model.named_modules()
-    ]
+    changes = Changes()
+    kept = [_Before(name, module) for name, module in model.named_modules()]
     try:
         started = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         devices = range(torch.cuda.device_count()) if started else []
         with torch.random.fork_rng(devices=devices):
-            yield replaced
+            yield changes
     finally:
-        for name, attributes, before, containers in kept:
-            for container, content in containers:
-                container.clear()
-                container.update(content)
-            if _differ(attributes, before):
-                for key, value in before.items():
-                    if isinstance(value, torch.Tensor) and attributes.get(key) is not value:
-                        replaced[id(value)] = f"{name}.{key}" if name else key
-                attributes.clear()
-                attributes.update(before)
-
-
-def _differ(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
-    return len(now) != len(before) or any(now.get(key) is not value for key, value in before.items())
+        for before in kept:
+            before.put_back(changes)
 
 
 def _buffers_after(model: nn.Module, tied: Mapping[str, Sequence[str]]) -> list[Any]:

@@ -30,14 +30,16 @@ from torch.utils._python_dispatch import TorchDispatchMode  # 2.13
 __all__ = [
     "BACKWARD_OF_MODULE",
     "DATA_DEPENDENT",
+    "OF_MODULE",
+    "TENSORS_OF_MODULE",
     "UNSUPPORTED",
     "TorchDispatchMode",
     "autocast_cache",
     "boxed_hooks",
     "capture",
     "compiling_state",
-    "containers",
     "dropout_of",
+    "eager_dropout",
     "fake_mode",
     "forward_hooks",
     "functional_collectives",
@@ -63,6 +65,10 @@ UNSUPPORTED = UnsupportedOperatorException
 
 # 2.13: attributes of a Module that hold its backward hooks.
 BACKWARD_OF_MODULE = ("_backward_hooks", "_backward_pre_hooks")
+
+# 2.13: attributes that every Module has, and those in which it keeps parameters, buffers and submodules.
+OF_MODULE = frozenset(vars(nn.Module()))
+TENSORS_OF_MODULE = ("_parameters", "_buffers", "_modules")
 
 
 def fake_mode() -> FakeTensorMode:
@@ -93,6 +99,7 @@ def capture(fn: Callable[..., Any], arguments: tuple[Any, ...], mode: FakeTensor
     with ExitStack() as stack:
         stack.enter_context(compiling_state())
         stack.enter_context(mode)
+        stack.enter_context(eager_dropout())
         stack.enter_context(enable_python_dispatcher())
         stack.enter_context(fx.traceback.preserve_node_meta())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
@@ -161,11 +168,6 @@ def boxed_hooks(module: nn.Module) -> bool:
     return any(getattr(module, name, None) for name in BACKWARD_OF_MODULE)
 
 
-def containers(module: nn.Module) -> list[Any]:
-    """The dicts and sets in which a module keeps parameters, buffers and submodules. 2.13."""
-    return [vars(module)[name] for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")]
-
-
 def is_op(target: Any) -> bool:
     """Whether a call's target is one operator, not one that holds a graph of its own. 2.13."""
     return isinstance(target, torch._ops.OpOverload)
@@ -213,6 +215,37 @@ def straight_through_checkpoint(note: Callable[[Any], None]) -> Iterator[None]:
         patch.object(module.CheckpointFunction, "apply", apply),
     ):
         yield
+
+
+@contextmanager
+def eager_dropout() -> Iterator[None]:
+    """On a CPU, `dropout` of 16-bit values is traced as what eager runs: x * (mask / (1 - p)), rounded in between.
+
+    torch traces `native_dropout`, whose backward rounds elsewhere, and which draws even where p = 1; else, in 32 bit,
+    it gives the same bits. 2.13: the table of Python kernels of one operator, changed for the time of one trace.
+    """
+    op: Any = torch.ops.aten.dropout.default
+    before = dict(op.py_kernels)
+
+    def kernel(traced: Callable[..., Any]) -> Callable[..., Any]:
+        def dropout(input: torch.Tensor, p: float, train: bool) -> Any:
+            if input.device.type != "cpu" or not train or p == 0:
+                return traced(input, p, train)
+            if p == 1:
+                return input * input.new_zeros(())
+            if input.dtype in (torch.bfloat16, torch.float16):
+                return input * torch.empty_like(input).bernoulli_(1 - p).div_(1 - p)
+            return traced(input, p, train)
+
+        return dropout
+
+    op.py_kernels.update({key: kernel(traced) for key, traced in before.items()})
+    op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        op.py_kernels.update(before)
+        op._dispatch_cache.clear()
 
 
 def memory_events(profile: torch.profiler.profile) -> list[int]:

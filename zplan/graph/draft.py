@@ -140,9 +140,9 @@ def constant_names(
     names: dict[fx.Node, str] = {}
     for node in nodes:
         tensor: torch.Tensor = getattr(captured.module, str(node.target))
-        if id(tensor) in captured.replaced:
+        if id(tensor) in captured.changes.replaced:
             raise TraceError(
-                f"the forward reads {captured.replaced[id(tensor)]} and replaces it, but it is no buffer: "
+                f"the forward reads {captured.changes.replaced[id(tensor)]} and replaces it, but it is no buffer: "
                 "every step would read the same old one\ntry: register_buffer"
             )
         written_out = all(user.target is aten.lift_fresh_copy.default for user in node.users)

@@ -133,7 +133,8 @@ class Graph:
 
     `ops` lists forward ops first, then backward ops. `buffers`, `batch` and `constants` are values that exist before
     the first op. `outputs` are handed back to the caller: the loss first, then the leaves of `aux`.
-    `stages` are what `annotate` left on modules: module name -> stage.
+    `stages` are what `annotate` left on modules: module name -> stage. `regions` are the modules whose forward the user
+    handed to `torch.utils.checkpoint`, or that called it; "" is the loss: hints, the graph itself recomputes nothing.
     """
 
     tensors: tuple[Tensor, ...]
@@ -147,6 +148,7 @@ class Graph:
     optimizer: Optimizer = field(default_factory=lambda: Optimizer("none", ()))
     device: str = "cpu"
     stages: Mapping[str, int] = field(default_factory=dict)
+    regions: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @cached_property

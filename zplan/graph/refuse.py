@@ -56,6 +56,8 @@ def _module(name: str, module: nn.Module) -> None:
         )
     if kind == "OptimizedModule" or isinstance(module, torch.jit.ScriptModule):
         raise TraceError(f"{name} is compiled already ({kind})\ntry: pass the module it was made from")
+    if type(module).__module__.startswith("torch.ao.nn.quantized"):
+        raise TraceError(f"{name} ({kind}) is quantised\ntry: plan the model before it is quantised")
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
         raise TraceError(
             f"{name}.weight gets a sparse gradient, which no bucket can hold\ntry: {kind}(..., sparse=False)"
@@ -170,7 +172,11 @@ def gradient(name: str, value: Any) -> None:
 
 
 def arrow(site: Site | None) -> str:
-    return f"--> {site}: {site.source}" if site else "--> no line of yours: it happened inside torch"
+    """Points at the user's own line, and into the package that it calls."""
+    if site is None:
+        return "--> no line of yours: it happened inside torch"
+    inside = f"\n    in {site.inside}: {site.inside.source}" if site.inside else ""
+    return f"--> {site}: {site.source}{inside}"
 
 
 def explain(error: Exception, site: Site | None, phase: Phase) -> TraceError:

@@ -24,8 +24,11 @@ class Whose(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Site:
+    """`inside`: the line of a package that the user's own line led to, where there is one."""
+
     file: str
     line: int
+    inside: "Site | None" = None
 
     def __str__(self) -> str:
         return f"{os.path.basename(self.file)}:{self.line}"
@@ -55,7 +58,7 @@ class Sites:
             if whose is None:
                 whose = self._whose[file] = _whose(file)
             if whose is Whose.USER:
-                return Site(file, line)
+                return Site(file, line, inside=package)
             if whose is Whose.PACKAGE and package is None:
                 package = Site(file, line)
         return package

@@ -109,6 +109,7 @@ def trace(
         else measure(optimizer, model, device=runs_on or captured.device.type),
         device=captured.device.type,
         stages=stages_of(model),
+        regions=captured.checkpointed,
         notes=notes(model, draft, captured, groups, {value: names[node] for value, node in lifted.constants.items()}),
     )
     return Trace(
@@ -167,6 +168,7 @@ def notes(
         written = ", ".join(draft.written)
         lines.append(f"each rank writes buffers of its own, and full_state_dict() gives rank 0's: {written}")
     lines += [f"the step writes into {name}; the write stays inside the step" for name in draft.batch_written]
+    lines += captured.changes.notes
     if captured.checkpointed:
         regions = ", ".join(name or "the loss" for name in captured.checkpointed)
         lines.append(
