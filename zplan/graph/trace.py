@@ -22,6 +22,8 @@ from zplan.progress import Progress, quiet
 
 # The attribute that `zplan.annotate` leaves on a module.
 STAGE = "_zplan_stage"
+# Names that a note writes out.
+NAMED = 6
 
 
 @dataclass(frozen=True)
@@ -165,13 +167,20 @@ def notes(
         f"{value} is {origin}, closed over: it stays as it is now" for value, origin in constants.items() if origin
     ]
     if draft.written:
-        written = ", ".join(draft.written)
+        written = _listed(list(draft.written))
         lines.append(f"each rank writes buffers of its own, and full_state_dict() gives rank 0's: {written}")
     lines += [f"the step writes into {name}; the write stays inside the step" for name in draft.batch_written]
     lines += captured.changes.notes
     if captured.checkpointed:
-        regions = ", ".join(name or "the loss" for name in captured.checkpointed)
+        regions = _listed([name or "the loss" for name in captured.checkpointed])
         lines.append(
             f"torch.utils.checkpoint is called straight through, the plan decides what is recomputed: {regions}"
         )
     return tuple(lines)
+
+
+def _listed(names: Sequence[str]) -> str:
+    """A few names as they are, many by the first and the last."""
+    if len(names) <= NAMED:
+        return ", ".join(names)
+    return f"{names[0]}, ..., {names[-1]} ({len(names)} in all)"
