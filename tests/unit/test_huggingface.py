@@ -25,8 +25,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
         | {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": 96},
     ),
-    "t5": ("T5ForConditionalGeneration", {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}
-        | {"vocab_size": 96, "decoder_start_token_id": 0}),
+    "t5": (
+        "T5ForConditionalGeneration",
+        {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}
+        | {"vocab_size": 96, "decoder_start_token_id": 0},
+    ),
     "mamba": ("MambaForCausalLM", {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 96, "state_size": 4}),
     "vit": ("ViTForImageClassification", {**TINY, "image_size": 32, "patch_size": 16}),
     "resnet": ("ResNetForImageClassification", {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]}),
