@@ -12,7 +12,7 @@ from zplan.planner.estimate import estimate, estimate_text
 
 README = Path(__file__).parents[2] / "README.md"
 LLAMA = Path(__file__).parents[1] / "golden" / "large" / "llama-70b-64-h100.txt"
-PLAN_LINES, SCHEDULE_LINES, COMPARE_LINES = 10, 13, 5
+PLAN_LINES, SCHEDULE_LINES, COMPARE_LINES = 8, 11, 5
 Make = Callable[..., zplan.Plan]
 
 
