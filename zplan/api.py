@@ -63,6 +63,7 @@ def plan(
     bucket: int | str = "25MB",
     prefetch: int = 1,
     depth: int = 2,
+    micro_batches: int = 1,
     progress: Progress = quiet,
 ) -> Plan:
     """Traces one micro-batch and plans it for `world_size` ranks; runs nothing, and leaves the model as it is.
@@ -72,7 +73,8 @@ def plan(
     CUDA device has, less a reserve for what the allocator does not see; on a CPU there is no budget). `device`: the
     type that will run it, by default where the model lives; for "cuda" without one at hand, operators are those of a
     CPU, and the plan says so. `rules` go before annotations. `bucket` bounds the bytes that travel together, `prefetch`
-    is how many buckets ahead gathers are launched, `depth` how many reductions may be in flight. `progress` is called
+    is how many buckets ahead gathers are launched, `depth` how many reductions may be in flight, `micro_batches` how
+    many batches like this one an optimizer step has. `progress` is called
     with the name of each phase as it begins. Raises `SpecError` for options, `TraceError` for models, `BudgetError`.
     """
     traced, spec = _traced(
@@ -89,6 +91,7 @@ def plan(
         bucket=bucket,
         prefetch=prefetch,
         depth=depth,
+        micro_batches=micro_batches,
     )
     return auto.decide(traced.graph, spec, progress=progress)
 
@@ -127,6 +130,7 @@ def compile(
     bucket: int | str | None = None,
     prefetch: int | None = None,
     depth: int | None = None,
+    micro_batches: int | None = None,
     progress: Progress = quiet,
 ) -> TrainStep:
     """Plans for the ranks of `group` and returns the training step; takes the model's parameters over.
@@ -139,6 +143,7 @@ def compile(
     same words, when ranks fail or their plans differ.
     """
     asked = {"stage": stage, "memory": memory, "rules": rules, "bucket": bucket, "prefetch": prefetch, "depth": depth}
+    asked["micro_batches"] = micro_batches
     asked = {name: value for name, value in asked.items() if value is not None}
     comm, owns_group = _comm(group, model)
 

@@ -57,6 +57,9 @@ PrefetchOption = Annotated[
     int | None, typer.Option(help="How many buckets ahead of their use gathers are launched; 1 by default.")
 ]
 DepthOption = Annotated[int | None, typer.Option(help="How many reductions may be in flight; 2 by default.")]
+MicroOption = Annotated[
+    int | None, typer.Option("--micro-batches", help="Batches of one optimizer step; 1 by default.")
+]
 RuleOption = Annotated[
     list[str] | None,
     typer.Option("--rule", metavar="PATTERN=STAGE", help="A stage for parameters by name, as wte.*=0; repeatable."),
@@ -98,6 +101,7 @@ def plan(
     bucket: BucketOption = None,
     prefetch: PrefetchOption = None,
     depth: DepthOption = None,
+    micro_batches: MicroOption = None,
     rule: RuleOption = None,
     spec: SpecOption = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Save the plan to this file.")] = None,
@@ -108,6 +112,7 @@ def plan(
     A model may be a job of yours, or, with --hf, any transformers config.
     """
     options = {"memory": memory, "stage": stage, "bucket": bucket, "prefetch": prefetch, "depth": depth}
+    options["micro_batches"] = micro_batches
     asked = merged(spec, gpu, rule, world=world, **options)
     with shown() as progress:
         import zplan
@@ -133,12 +138,23 @@ def compare(
     bucket: BucketOption = None,
     prefetch: PrefetchOption = None,
     depth: DepthOption = None,
+    micro_batches: MicroOption = None,
     rule: RuleOption = None,
     spec: SpecOption = None,
     json_: JsonOption = False,
 ) -> None:
     """Put every stage side by side: memory, traffic, time, whether it fits, and because of what."""
-    asked = merged(spec, gpu, rule, world=world, memory=memory, bucket=bucket, prefetch=prefetch, depth=depth)
+    asked = merged(
+        spec,
+        gpu,
+        rule,
+        world=world,
+        memory=memory,
+        bucket=bucket,
+        prefetch=prefetch,
+        depth=depth,
+        micro_batches=micro_batches,
+    )
     asked.pop("stage", None)
     with shown() as progress:
         import zplan
@@ -169,6 +185,7 @@ def schedule(
     bucket: BucketOption = None,
     prefetch: PrefetchOption = None,
     depth: DepthOption = None,
+    micro_batches: MicroOption = None,
     rule: RuleOption = None,
     spec: SpecOption = None,
     ops: OpsOption = False,
@@ -177,6 +194,7 @@ def schedule(
 ) -> None:
     """Print a plan and its schedule, step by step: collectives, runs, frees, live bytes."""
     options = {"memory": memory, "stage": stage, "bucket": bucket, "prefetch": prefetch, "depth": depth}
+    options["micro_batches"] = micro_batches
     asked = merged(spec, gpu, rule, world=world, **options)
     if job is not None and hf is None and job.endswith(".json"):
         if asked:
@@ -249,6 +267,7 @@ def run(
     bucket: BucketOption = None,
     prefetch: PrefetchOption = None,
     depth: DepthOption = None,
+    micro_batches: MicroOption = None,
     rule: RuleOption = None,
     spec: SpecOption = None,
     seed: Annotated[int, typer.Option(help="Rank r seeds torch with seed + r.")] = 0,
@@ -261,7 +280,17 @@ def run(
     import zplan
     from zplan.jobs import chain_first, load_job, stream_of
 
-    asked = merged(spec, None, rule, memory=memory, stage=stage, bucket=bucket, prefetch=prefetch, depth=depth)
+    asked = merged(
+        spec,
+        None,
+        rule,
+        memory=memory,
+        stage=stage,
+        bucket=bucket,
+        prefetch=prefetch,
+        depth=depth,
+        micro_batches=micro_batches,
+    )
     for name in ("world_size", "device"):
         asked.pop(name, None)
     made = load_job(required(job))
@@ -292,8 +321,10 @@ def run(
     losses: list[float] = []
     started = time.perf_counter()
     with step:
-        for loss in train(step, islice(chain_first(batch, stream), steps), steps, console):
+        for loss in train(step, chain_first(batch, stream), steps, console):
             losses.append(loss)
+        if not losses:
+            raise SpecError(f"{job} has fewer batches than the {step.plan.spec.micro_batches} of one step")
         state = {"steps": len(losses), "first_loss": losses[0], "last_loss": losses[-1]}
     seconds = time.perf_counter() - started
     if own_group:
@@ -326,12 +357,13 @@ def train(step: Any, batches: Iterable[Any], steps: int, console: Console) -> It
     with Progress(*columns, console=console, disable=console.quiet) as progress:
         bar = progress.add_task("", total=steps, loss="-")
         stream = iter(batches)
-        while True:
-            batch = next(stream, None)
+        for _ in range(steps):
+            taken = list(islice(stream, step.plan.spec.micro_batches))
             # A rank whose batches have ended must not leave the others waiting for it.
-            if step.mean(torch.tensor(float(batch is not None), device=step.plan.graph.device)) < 1:
+            enough = len(taken) == step.plan.spec.micro_batches
+            if step.mean(torch.tensor(float(enough), device=step.plan.graph.device)) < 1:
                 return
-            loss = step(batch)
+            loss = step(*taken)
             value = step.mean(loss[0] if isinstance(loss, tuple) else loss).item()
             progress.update(bar, advance=1, loss=f"{value:.4f}")
             yield value

@@ -96,7 +96,7 @@ def within(program: Program, index: int) -> int:
             for x in program.instructions:
                 if isinstance(x, ReduceScatter) and x.id == id and not program.native:
                     bucket = program.bucket(x.bucket)
-                    return 8 * bucket.part if bucket.dtype == "bf16" else 0
+                    return 6 * bucket.part if bucket.dtype == "bf16" else 0
     return 0
 
 

@@ -191,6 +191,16 @@ def test_run_on_two_ranks_and_on_one() -> None:
     assert "batches ended after 20 of 30 steps" in one.stderr
 
 
+def test_run_takes_several_batches_for_one_step() -> None:
+    found = call("run", f"{JOBS}:tiny", "--stage", "3", "--steps", "9", "--micro-batches", "4", ranks=2)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.startswith("5 steps on 2 ranks")
+    assert "batches ended after 5 of 9 steps" in found.stderr
+    few = call("run", f"{JOBS}:tiny", "--stage", "1", "--micro-batches", "21")
+    assert few.returncode == 1
+    assert "tests/jobs.py:tiny has fewer batches than the 21 of one step" in few.stderr
+
+
 def test_ranks_with_different_models_all_say_so() -> None:
     found = call("run", f"{JOBS}:differs", "--stage", "2", ranks=2)
     assert found.returncode != 0

@@ -13,6 +13,7 @@ from zplan.planner.keep import keep
 from zplan.planner.lower import lower
 from zplan.planner.prefetch import prefetch
 from zplan.planner.program import (
+    Accumulate,
     AllReduce,
     Caps,
     Free,
@@ -374,11 +375,66 @@ def test_law_5(broken: Broken, words: str) -> None:
     refused(5, broken(), words)
 
 
-def test_law_5_between_micro_batches_residents_are_as_declared() -> None:
-    program = without(toy(2), Free("b0:whole"), nth=1)
-    declared = replace(program, exit=(*program.exit, "b0:whole"))
-    refused(5, declared, "b0:whole is declared at exit")
-    check(replace(declared, position=Position.LAST))
+def twice(program: Program, instruction: Instruction) -> Program:
+    """The instruction, and again right after it."""
+    index = program.instructions.index(instruction)
+    return program.with_((*program.instructions[: index + 1], instruction, *program.instructions[index + 1 :]))
+
+
+def several(position: Position, stage: int = 2) -> Program:
+    return lower(TWO, own(TWO, world=2, stage=stage), position=position)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("position", [Position.FIRST, Position.MIDDLE, Position.LAST])
+def test_programs_of_micro_batches_are_valid(position: Position, stage: int) -> None:
+    check(keep(check(several(position, stage))))
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        (lambda: replace(several(Position.FIRST), exit=toy(2).exit), "b0:acc is missing at exit"),
+        (lambda: replace(several(Position.LAST), entry=toy(2).entry), "b0:acc is missing at entry"),
+        (lambda: replace(several(Position.LAST), exit=several(Position.MIDDLE).exit), "b0:acc is declared at exit"),
+        (
+            lambda: replace(keep(several(Position.FIRST, 3)), exit=(*several(Position.FIRST, 3).exit, "b0:whole")),
+            "b0:w",
+        ),
+        (lambda: without(several(Position.LAST), Free("b0:acc")), "b0:acc is left at exit"),
+    ],
+)
+def test_law_5_between_micro_batches(broken: Broken, words: str) -> None:
+    refused(5, broken(), words)
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        (lambda: without(several(Position.MIDDLE), Accumulate("b0")), "the gradients of b0 are never added up"),
+        (lambda: without(several(Position.LAST), Accumulate("b0")), "b0 is updated before its micro-batches are added"),
+        (lambda: twice(several(Position.MIDDLE), Accumulate("b0")), "the gradients of b0 are added up twice"),
+        (
+            lambda: replace(toy(2), instructions=(*toy(2).instructions[:-1], Accumulate("b0"))),
+            "the gradients of b0 are added up, but",
+        ),
+        (lambda: without(several(Position.LAST, 1), Accumulate("b0")), "b0 are reduced before micro-batches are added"),
+    ],
+)
+def test_law_3_over_micro_batches(broken: Broken, words: str) -> None:
+    refused(3, broken(), words)
+
+
+def test_law_3_no_update_before_the_last_micro_batch() -> None:
+    program = several(Position.LAST)
+    middle = replace(program, position=Position.MIDDLE, exit=several(Position.MIDDLE).exit)
+    refused(3, middle, "the update comes in a program for the middle micro-batch")
+    early = several(Position.LAST, 1)
+    refused(
+        3,
+        replace(early, position=Position.MIDDLE, exit=several(Position.MIDDLE, 1).exit),
+        "are reduced before the last micro-batch",
+    )
 
 
 # Law 6

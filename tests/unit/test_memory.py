@@ -141,13 +141,13 @@ def test_where_collectives_are_native_nothing_is_staged() -> None:
 
 def test_the_sum_of_16_bit_gradients_is_taken_in_fp32_within_the_wait() -> None:
     half = toy(graph=chain_graph([Layer(dtype="bf16")]))
-    assert sum_nbytes(half.bucket("b0")) == 2 * 128 * 4
+    assert sum_nbytes(half.bucket("b0")) == 128 * (4 + 4 - 2)
     assert sum_nbytes(toy().bucket("b0")) == 0
     launch = next(x for x in half.instructions if isinstance(x, ReduceScatter))
     index = at(half, Wait(launch.id))
     memory = Memory(half)
-    # The part of the result and the terms of the sum, while the flat buffer and the staging are still there.
-    assert memory.peaks[index] == memory.timeline[index - 1] + 256 + 1024
+    # The fp32 sum and a term of it, before the result is, while the flat buffer and the staging are still there.
+    assert memory.peaks[index] == memory.timeline[index - 1] + 2 * 512
 
 
 def test_scratch_is_there_within_the_update_alone() -> None:

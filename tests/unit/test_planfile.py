@@ -1,6 +1,5 @@
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,7 @@ def test_a_plan_reads_back_as_the_very_same(tmp_path: Path, stage: Any, device: 
 def test_any_plan_reads_back_as_the_very_same(tmp_path_factory: pytest.TempPathFactory, case: Case) -> None:
     spec = make_spec(stage=0, world_size=case.ownership.world, device="cuda" if case.native else "cpu")
     choices = {slot.tensor: Choice(bucket.stage, "drawn") for bucket in case.ownership.buckets for slot in bucket.slots}
-    plan = Plan(case.graph, spec, 0, choices, case.ownership, case.lower())
+    plan = Plan(case.graph, spec, 0, choices, case.ownership, (case.lower(),))
     path = tmp_path_factory.mktemp("plans") / "plan.json"
     plan.save(path)
     same(zplan.load_plan(path), plan)
@@ -71,11 +70,11 @@ def test_every_instruction_has_a_tag() -> None:
     assert set(planfile.TAGS.values()) == set(Instruction.__args__)
 
 
-def test_a_program_at_another_position_reads_back(tmp_path: Path) -> None:
-    plan = made(stage=2)
-    plan = replace(plan, program=replace(plan.program, position=Position.MIDDLE))
+def test_programs_of_micro_batches_read_back(tmp_path: Path) -> None:
+    plan = made(stage=2, micro_batches=3)
     plan.save(tmp_path / "plan.json")
-    assert zplan.load_plan(tmp_path / "plan.json").program.position is Position.MIDDLE
+    positions = [program.position for program in zplan.load_plan(tmp_path / "plan.json").programs]
+    assert positions == [Position.FIRST, Position.MIDDLE, Position.LAST]
 
 
 def refused(path: Path) -> str:
@@ -132,7 +131,7 @@ def test_another_version_is_refused_by_name(saved: Path) -> None:
     "edit",
     [
         lambda content: content["decisions"]["spec"].update(memory=1),
-        lambda content: content["program"]["instructions"].pop(),
+        lambda content: content["programs"][0]["instructions"].pop(),
         lambda content: content["graph"]["ops"][0].update(line="elsewhere.py:1"),
         lambda content: content.update(extra=1),
         lambda content: content.pop("sha256"),
@@ -145,7 +144,7 @@ def test_a_tampered_file_is_refused(saved: Path, edit: Any) -> None:
 
 
 def drop_a_wait(content: dict[str, Any]) -> None:
-    instructions = content["program"]["instructions"]
+    instructions = content["programs"][0]["instructions"]
     instructions.remove(next(each for each in instructions if each[0] == "wait"))
 
 
@@ -155,10 +154,13 @@ def drop_a_wait(content: dict[str, Any]) -> None:
         (drop_a_wait, "holds a program that breaks a law: law "),
         (lambda content: content.update(extra=1), "does not hold a plan: extra: "),
         (lambda content: content["decisions"]["spec"].update(stage=9), "does not hold a plan: "),
-        (lambda content: content["program"]["instructions"].append(["jump", 1]), "does not hold a plan: "),
-        (lambda content: content["program"]["instructions"].append([]), "does not hold a plan: "),
-        (lambda content: content["program"]["instructions"].append(["free"]), "does not hold a plan: "),
-        (lambda content: content["program"]["instructions"].append(["run", "nothing"]), "holds a program that breaks"),
+        (lambda content: content["programs"][0]["instructions"].append(["jump", 1]), "does not hold a plan: "),
+        (lambda content: content["programs"][0]["instructions"].append([]), "does not hold a plan: "),
+        (lambda content: content["programs"][0]["instructions"].append(["free"]), "does not hold a plan: "),
+        (
+            lambda content: content["programs"][0]["instructions"].append(["run", "nothing"]),
+            "holds a program that breaks",
+        ),
         (lambda content: content["decisions"]["buckets"].pop(), "holds a program that breaks"),
         (lambda content: content["decisions"]["buckets"][0].update(part="x"), "does not hold a plan: "),
         (lambda content: content["graph"].pop("ops"), "does not hold a plan: "),

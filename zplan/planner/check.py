@@ -2,9 +2,11 @@
 
 1  every value read is whole, not in flight, and no parameter is read once the update has written it
 2  every collective is waited for exactly once
-3  every gradient reaches the update reduced, exactly once, and there is one update
+3  every gradient reaches the update reduced, exactly once, and there is one update; those of micro-batches but the
+   last are added up, exactly once each
 4  nothing is freed twice, used after its free, or freed while a view of it is alive
-5  at entry exactly the residents of the buckets are there, at exit the same and the outputs
+5  at entry exactly the residents of the buckets are there, at exit the same and the outputs; between micro-batches
+   the sums so far too, and what is kept whole
 6  collectives have one order: within a kind, ids rise from launch to launch
 7  no op is left out; random ops and ops that write a buffer run once, in the order of the graph, and a buffer is
    read on that side of its writes where the graph reads it
@@ -19,6 +21,7 @@ from dataclasses import dataclass, field
 from zplan.errors import CheckError
 from zplan.graph.ir import Graph, Op, OpKind, Phase
 from zplan.planner.program import (
+    Accumulate,
     AllReduce,
     Free,
     Gather,
@@ -32,6 +35,9 @@ from zplan.planner.program import (
     Run,
     Update,
     Wait,
+    acc,
+    adds,
+    adds_first,
     flat,
     gradient,
     is_chain,
@@ -72,6 +78,7 @@ class _Walk:
     newest: dict[type, int] = field(default_factory=dict)
     runs: dict[str, int] = field(default_factory=dict)
     packed: set[str] = field(default_factory=set)
+    added: set[str] = field(default_factory=set)
     reduced: set[str] = field(default_factory=set)
     updated: set[str] = field(default_factory=set)
     views: dict[str, set[str]] = field(default_factory=dict)
@@ -85,22 +92,24 @@ class _Walk:
         self.due = _due(self.program.graph)
 
     def begin(self) -> None:
-        """Names, and law 5 at entry. Between micro-batches more is held: those programs' residents are as they say."""
+        """Names, and law 5 at entry. Between micro-batches sums are held, and what is kept whole may be."""
         program = self.program
         for self.index, instruction in enumerate(program.instructions):
             if isinstance(instruction, Run) and instruction.op not in program.graph.op:
                 self.fail(1, f"there is no op {instruction.op}")
         self.index = 0
-        if program.position not in (Position.ONLY, Position.EVALUATION):
-            return
         graph = program.graph
         held = {whole(b.name) if b.whole_at_rest else part(b.name) for b in program.ownership.buckets}
         held.update(graph.buffers, graph.constants, graph.batch)
-        for what, declared, due in (
-            ("entry", set(program.entry), held),
-            ("exit", set(program.exit), held.union(graph.outputs)),
+        buckets, position = program.ownership.buckets, program.position
+        sums = {acc(b.name) for b in buckets if b.trains}
+        kept = {whole(b.name) for b in buckets if not b.whole_at_rest and not b.policy.regather}
+        for what, declared, due, between in (
+            ("entry", set(program.entry), held, not position.begins),
+            ("exit", set(program.exit), held.union(graph.outputs), not position.ends),
         ):
-            for value in sorted(declared ^ due):
+            due = due | sums if between else due
+            for value in sorted((declared ^ due) - (kept if between else set())):
                 self.fail(5, f"{value} is " + (f"declared at {what}" if value in declared else f"missing at {what}"))
 
     # One step
@@ -115,6 +124,8 @@ class _Walk:
                 self.free(value)
             case Pack(bucket):
                 self.pack(bucket)
+            case Accumulate(bucket):
+                self.accumulate(bucket)
             case Update(buckets):
                 self.update(buckets)
             case Gather() | ReduceScatter() | AllReduce() | GatherGradient():
@@ -154,6 +165,11 @@ class _Walk:
         if isinstance(launch, (ReduceScatter, AllReduce)):
             if launch.bucket in self.reduced:
                 self.fail(3, f"the gradients of {launch.bucket} are reduced twice")
+            if self.adds_up and adds_first(self.program.bucket(launch.bucket)):
+                if launch.bucket not in self.added:
+                    self.fail(3, f"the gradients of {launch.bucket} are reduced before micro-batches are added up")
+                if not self.program.position.updates:
+                    self.fail(3, f"the gradients of {launch.bucket} are reduced before the last micro-batch")
             self.reduced.add(launch.bucket)
         if makes(launch) in self.live or makes(launch) in map(makes, self.flying.values()):
             self.fail(4, f"{makes(launch)} is made while it is there already")
@@ -199,9 +215,29 @@ class _Walk:
         self.packed.add(name)
         self.make(flat(name))
 
+    def accumulate(self, name: str) -> None:
+        self.trained(name)
+        program = self.program
+        if not self.adds_up:
+            self.fail(3, f"the gradients of {name} are added up, but there is one micro-batch")
+        if name in self.added:
+            self.fail(3, f"the gradients of {name} are added up twice")
+        self.added.add(name)
+        self.read(adds(program.bucket(name)))
+        if program.position is Position.FIRST:
+            self.make(acc(name))
+        else:
+            self.read(acc(name))
+
+    @property
+    def adds_up(self) -> bool:
+        return self.program.position not in (Position.ONLY, Position.EVALUATION)
+
     def update(self, names: tuple[str, ...]) -> None:
         if self.updated:
             self.fail(3, "the update comes twice: the optimizer steps once")
+        if not self.program.position.updates:
+            self.fail(3, f"the update comes in a program for the {self.program.position.value} micro-batch")
         for launch in self.flying.values():
             if isinstance(launch, Gather) and launch.bucket in names:
                 self.fail(1, f"{takes(launch)} is updated while collective {launch.id} reads it")
@@ -212,6 +248,8 @@ class _Walk:
                 self.fail(3, f"{name} is updated twice")
             if name not in self.packed or (bucket.world > 1 and name not in self.reduced):
                 self.fail(3, f"{name} is updated before its gradients are reduced")
+            if self.adds_up and name not in self.added:
+                self.fail(3, f"{name} is updated before its micro-batches are added up")
             self.read(gradient(bucket))
             self.updated.add(name)
 
@@ -232,9 +270,12 @@ class _Walk:
         for id in self.flying:
             self.fail(2, f"collective {id} is never waited for")
         for bucket in program.ownership.buckets:
-            due = bucket.trains and program.position is not Position.EVALUATION
-            if due and bucket.name not in self.updated:
+            if not bucket.trains or program.position is Position.EVALUATION:
+                continue
+            if program.position.updates and bucket.name not in self.updated:
                 self.fail(3, f"the gradients of {bucket.name} never reach the update")
+            if not program.position.updates and bucket.name not in self.added:
+                self.fail(3, f"the gradients of {bucket.name} are never added up")
         for op in program.graph.ops:
             if op.name not in self.runs and not is_chain(program.graph, op):
                 self.fail(7, f"{op.kind.value} op {op.name} ({op.target}) never runs")

@@ -67,7 +67,7 @@ def diff(one: Plan, two: Plan) -> Diff:
         model=tuple(_model(one.graph, two.graph)),
         tensors=tuple(_tensors(one, two)),
         buckets=tuple(_buckets(one, two)),
-        program=tuple(_program(one.program, two.program)),
+        program=tuple(change for pair in zip_longest(one.programs, two.programs) for change in _program(*pair)),
         costs=tuple(_costs(one, two)),
     )
 
@@ -146,7 +146,10 @@ def _bucket(bucket: Bucket | None) -> str:
     return f"{bucket.name}, stage {bucket.stage}, {len(bucket.slots)} tensors from {first}, {size}, parts of {part}"
 
 
-def _program(one: Program, two: Program) -> Iterator[Change]:
+def _program(one: Program | None, two: Program | None) -> Iterator[Change]:
+    if one is None or two is None:
+        yield Change("micro-batches", *(each.position.value if each else "-" for each in (one, two)))
+        return
     ours, theirs = (Counter(VERBS[type(x)] for x in program.instructions) for program in (one, two))
     yield from _fields(dict(ours), dict(theirs))
     for index, (a, b) in enumerate(zip_longest(one.instructions, two.instructions)):

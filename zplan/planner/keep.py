@@ -1,4 +1,6 @@
-"""Keep: a whole parameter stays over the gap between forward and backward where its stage says so."""
+"""Keep: a whole parameter stays over the gaps between forward, backward and micro-batches where its stage says so."""
+
+from dataclasses import replace
 
 from zplan.planner.program import Free, Gather, Instruction, Program, Wait, whole
 
@@ -9,29 +11,35 @@ def keep(program: Program) -> Program:
     gather w; wait w; run f(w); free w; ...; gather w; wait w; run g(w); free w
         ->  gather w; wait w; run f(w); ...; run g(w); free w
 
-    Memory: the bucket is whole over the gap. Traffic: one gather less. Buckets at stage 3 are left as they are.
+    Over several micro-batches it stays from the first gather of the first to the last free of the last: it is among
+    what the others begin and end with. Memory: the bucket is whole over the gaps. Traffic: one gather is left for each
+    optimizer step. Buckets at stage 3 are left as they are.
     """
+    position = program.position
     kept = {bucket.name for bucket in program.ownership.buckets if not bucket.policy.regather}
-    gathers: dict[str, int] = {}
-    last_free: dict[str, int] = {}
-    for index, instruction in enumerate(program.instructions):
-        if isinstance(instruction, Free):
-            last_free[instruction.value] = index
+    gathered = {x.bucket for x in program.instructions if isinstance(x, Gather)} & kept
+    here = gathered if not position.begins else set()
+    last_free = {x.value: index for index, x in enumerate(program.instructions) if isinstance(x, Free)}
     dropped: set[int] = set()
     instructions: list[Instruction] = []
     for index, instruction in enumerate(program.instructions):
         match instruction:
-            case Gather(id, bucket) if bucket in kept:
-                gathers[bucket] = gathers.get(bucket, 0) + 1
-                if gathers[bucket] > 1:
-                    dropped.add(id)
-                    continue
+            case Gather(id, bucket) if bucket in here:
+                dropped.add(id)
+                continue
+            case Gather(_, bucket) if bucket in kept:
+                here = here | {bucket}
             case Wait(id) if id in dropped:
                 continue
-            case Free(value) if index != last_free[value] and _is_kept_whole(value, kept):
+            case Free(value) if _is_kept_whole(value, kept) and (index != last_free[value] or not position.ends):
                 continue
         instructions.append(instruction)
-    return program.with_(tuple(instructions))
+    wholes = tuple(whole(bucket.name) for bucket in program.ownership.buckets if bucket.name in gathered)
+    return replace(
+        program.with_(tuple(instructions)),
+        entry=program.entry if position.begins else (*program.entry, *wholes),
+        exit=program.exit if position.ends else (*program.exit, *wholes),
+    )
 
 
 def _is_kept_whole(value: str, kept: set[str]) -> bool:

@@ -6,6 +6,7 @@ from zplan.graph.ir import Graph, Op, Phase
 from zplan.planner.buckets import Bucket
 from zplan.planner.ownership import Ownership
 from zplan.planner.program import (
+    Accumulate,
     AllReduce,
     Free,
     Gather,
@@ -18,6 +19,8 @@ from zplan.planner.program import (
     Run,
     Update,
     Wait,
+    acc,
+    adds_first,
     flat,
     grad,
     gradient,
@@ -35,8 +38,8 @@ def lower(graph: Graph, ownership: Ownership, *, native: bool = False, position:
 
     Views and casts of parameters are run again in each phase that reads them, just before they are first read, so
     that no phase depends on a whole parameter of the other. `native`: the backend reduces by itself (NCCL), so stage 0
-    has one all-reduce instead of the reduce-scatter and gather it is made of. At `position` evaluation nothing is
-    updated.
+    has one all-reduce instead of the reduce-scatter and gather it is made of. Micro-batches but the
+    last are added up and update nothing; at `position` evaluation there are no gradients.
     """
     forward, backward = _phases(graph)
     ready = _ready(graph, ownership, backward)
@@ -52,13 +55,15 @@ def lower(graph: Graph, ownership: Ownership, *, native: bool = False, position:
             body += [Free(whole(bucket)) for bucket in last.get(index, ())]
             if phase is backward:
                 for complete in ready.get(op.name, ()):
-                    body += _reduce(complete, ids, native)
+                    body += _reduce(complete, ids, native, position)
     trained = tuple(b for b in ownership.buckets if b.trains and position is not Position.EVALUATION)
-    if trained:
+    if trained and position.updates:
         body.append(Update(tuple(bucket.name for bucket in trained)))
         body += [Free(gradient(bucket)) for bucket in trained]
     residents = _residents(graph, ownership)
-    left = (*residents, *dict.fromkeys(graph.outputs))
+    sums = tuple(acc(bucket.name) for bucket in trained)
+    left = (*residents, *dict.fromkeys(graph.outputs), *(() if position.ends else sums))
+    residents = (*residents, *(() if position.begins else sums))
     program = Program(graph, ownership, tuple(body), residents, left, position, native=native)
     return program.with_(_with_frees(program))
 
@@ -128,20 +133,34 @@ def _ready(graph: Graph, ownership: Ownership, backward: Sequence[Op]) -> dict[s
     return ready
 
 
-def _reduce(bucket: Bucket, ids: "_Ids", native: bool) -> list[Instruction]:
+def _reduce(bucket: Bucket, ids: "_Ids", native: bool, position: Position) -> list[Instruction]:
+    """What becomes of a bucket's gradients when they are there."""
+    name = bucket.name
+    added: list[Instruction] = [Accumulate(name)]
+    if adds_first(bucket):
+        if not position.updates:
+            return [Pack(name), *added, Free(flat(name))]
+        before = [] if position is Position.ONLY else [*added, Free(acc(name))]
+        return [Pack(name), *before, *_over_ranks(bucket, ids, native)]
+    reduced = [Pack(name), *_over_ranks(bucket, ids, native)]
+    if position is Position.ONLY:
+        return reduced
+    return [*reduced, *added, Free(acc(name) if position.updates else grad(name))]
+
+
+def _over_ranks(bucket: Bucket, ids: "_Ids", native: bool) -> list[Instruction]:
     name = bucket.name
     if bucket.world == 1:
-        return [Pack(name)]
-    if not bucket.state_whole:
-        scatter = ReduceScatter(ids.next(), name)
-        return [Pack(name), scatter, Wait(scatter.id), Free(flat(name))]
-    if native:
+        return []
+    if bucket.state_whole and native:
         reduce = AllReduce(ids.next(), name)
-        return [Pack(name), reduce, Wait(reduce.id), Free(flat(name))]
+        return [reduce, Wait(reduce.id), Free(flat(name))]
     scatter = ReduceScatter(ids.next(), name)
+    scattered: list[Instruction] = [scatter, Wait(scatter.id), Free(flat(name))]
+    if not bucket.state_whole:
+        return scattered
     gather = GatherGradient(ids.next(), name)
-    after: list[Instruction] = [Wait(scatter.id), Free(flat(name)), gather, Wait(gather.id), Free(grad(name))]
-    return [Pack(name), scatter, *after]
+    return [*scattered, gather, Wait(gather.id), Free(grad(name))]
 
 
 def _residents(graph: Graph, ownership: Ownership) -> tuple[str, ...]:

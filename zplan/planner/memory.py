@@ -16,6 +16,7 @@ from itertools import repeat
 
 from zplan.planner.buckets import Bucket
 from zplan.planner.program import (
+    Accumulate,
     AllReduce,
     Free,
     Gather,
@@ -23,11 +24,14 @@ from zplan.planner.program import (
     Instruction,
     Launch,
     Pack,
+    Position,
     Program,
     ReduceScatter,
     Run,
     Update,
     Wait,
+    acc,
+    adds_first,
     flat,
     grad,
     makes,
@@ -190,6 +194,15 @@ class _Ledger:
             self._add_value(value, Category.BUFFERS, -1)
         for value in graph.batch:
             self._add_value(value, Category.BATCH, -1)
+        for bucket in program.ownership.buckets:
+            if acc(bucket.name) in program.entry:
+                self._add(acc(bucket.name), acc_nbytes(bucket), Category.GRADIENTS, -1)
+            if whole(bucket.name) in program.entry and not bucket.whole_at_rest:
+                self._add(whole(bucket.name), bucket.nbytes, Category.GATHERED, -1)
+        returned = {graph.values[name].storage for name in graph.outputs}
+        nbytes = program.earlier * sum(graph.storages[storage] for storage in returned if storage in graph.storages)
+        if nbytes:
+            self._add("outputs of earlier micro-batches", nbytes, Category.ACTIVATIONS, -1)
         self._add("optimizer state", state, Category.STATE, -1)
         self._scratch = scratch
 
@@ -205,6 +218,10 @@ class _Ledger:
                 return op.workspace
             case Pack(bucket):
                 self._add(flat(bucket), program.bucket(bucket).nbytes, Category.GRADIENTS, index)
+            case Accumulate(name):
+                if program.position is Position.FIRST:
+                    self._add(acc(name), acc_nbytes(program.bucket(name)), Category.GRADIENTS, index)
+                return sum_in_fp32_nbytes(program.bucket(name), program.position)
             case Gather() | ReduceScatter() | AllReduce() | GatherGradient():
                 self._launches[instruction.id] = instruction
                 self._launch(index, instruction)
@@ -212,10 +229,18 @@ class _Ledger:
                 launch = self._launches[id]
                 if isinstance(launch, ReduceScatter) and not program.native:
                     reduced = program.bucket(launch.bucket)
-                    self._add(grad(launch.bucket), reduced.part_nbytes, Category.GRADIENTS, index)
-                    return sum_nbytes(reduced)
-            case Update():
-                return self._scratch
+                    self._add(grad(launch.bucket), self._grad_nbytes(reduced), Category.GRADIENTS, index)
+                    return sum_nbytes(reduced, widens=self._widens(reduced))
+                if isinstance(launch, ReduceScatter) and self._widens(program.bucket(launch.bucket)):
+                    # The backend's sum in the wire's dtype, while it becomes fp32.
+                    wide = program.bucket(launch.bucket)
+                    self._add(grad(launch.bucket), self._grad_nbytes(wide), Category.GRADIENTS, index)
+                    self._remove(f"{grad(launch.bucket)} on the wire")
+                    return wide.part_nbytes
+            case Update(names):
+                updated = [program.bucket(name) for name in names]
+                # Gradients that were added up in fp32 are handed to the optimizer in the parameters' dtype.
+                return self._scratch + sum(bucket.part_nbytes for bucket in updated if self._widens(bucket))
         return 0
 
     def leave(self, instruction: Instruction) -> None:
@@ -234,10 +259,19 @@ class _Ledger:
             case GatherGradient():
                 self._add(makes(launch), bucket.nbytes, Category.GRADIENTS, index)
             case ReduceScatter() if self.program.native:
-                self._add(makes(launch), bucket.part_nbytes, Category.GRADIENTS, index)
+                name = f"{makes(launch)} on the wire" if self._widens(bucket) else makes(launch)
+                self._add(name, bucket.part_nbytes, Category.GRADIENTS, index)
             case AllReduce():
                 self._add(flat(launch.bucket), bucket.nbytes, Category.GRADIENTS, index, name=makes(launch))
         self._add(staging(launch.id), extra, Category.COMMUNICATION, index)
+
+    def _widens(self, bucket: Bucket) -> bool:
+        """Whether a reduction's result is kept in fp32 while the wire carries 16 bit: to be added up."""
+        several = self.program.position not in (Position.ONLY, Position.EVALUATION)
+        return several and not adds_first(bucket) and ITEMSIZE[bucket.dtype] < ITEMSIZE["fp32"]
+
+    def _grad_nbytes(self, bucket: Bucket) -> int:
+        return bucket.part * ITEMSIZE["fp32"] if self._widens(bucket) else bucket.part_nbytes
 
     def _add_value(self, value: str, category: Category, index: int) -> None:
         graph = self.program.graph
@@ -283,6 +317,23 @@ def staging_nbytes(launch: Launch, bucket: Bucket, *, native: bool) -> int:
     return 0
 
 
-def sum_nbytes(bucket: Bucket) -> int:
-    """What a sum in rank order takes besides its result: for 16 bit the fp32 sum and one term of it."""
-    return 2 * bucket.part * ITEMSIZE["fp32"] if ITEMSIZE[bucket.dtype] < ITEMSIZE["fp32"] else 0
+def sum_nbytes(bucket: Bucket, *, widens: bool = False) -> int:
+    """What a sum in rank order takes at most besides its result: for 16 bit the fp32 sum and one term of it are there
+    before the result is. `widens`: the fp32 sum is the result.
+    """
+    itemsize, wide = ITEMSIZE[bucket.dtype], ITEMSIZE["fp32"]
+    if itemsize >= wide:
+        return 0
+    return bucket.part * (wide if widens else 2 * wide - itemsize)
+
+
+def acc_nbytes(bucket: Bucket) -> int:
+    """Bytes of a bucket's accumulator: whole where micro-batches are added up before they are reduced, in fp32."""
+    numel = bucket.numel if adds_first(bucket) else bucket.part
+    return numel * max(ITEMSIZE[bucket.dtype], ITEMSIZE["fp32"])
+
+
+def sum_in_fp32_nbytes(bucket: Bucket, position: Position) -> int:
+    """What adding a micro-batch to others takes within itself: 16 bit is widened first."""
+    narrow = ITEMSIZE[bucket.dtype] < ITEMSIZE["fp32"]
+    return acc_nbytes(bucket) if narrow and adds_first(bucket) and position is not Position.FIRST else 0

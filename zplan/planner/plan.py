@@ -1,7 +1,7 @@
 """Plan: the decisions, the program they were lowered to, and what it will cost."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,14 +27,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The printed form of a program, about a page; `collectives` gives each one a row, `ops` each instruction."""
+    """The printed form of programs, about a page each; `collectives` gives each one a row, `ops` each instruction."""
 
-    program: Program
-    memory: Memory
-    traffic: Traffic
+    programs: tuple[Program, ...]
 
     def text(self, *, ops: bool = False, collectives: bool = False) -> str:
-        return schedule_text(self.program, self.memory, self.traffic, ops=ops, collectives=collectives)
+        texts = (
+            schedule_text(program, Memory(program), Traffic(program), ops=ops, collectives=collectives)
+            for program in self.programs
+        )
+        return "\n\n".join(texts)
 
     def __str__(self) -> str:
         return self.text()
@@ -45,7 +47,7 @@ class Plan:
     """What will happen in one training step on every rank; `compile` runs exactly this.
 
     `stage`: of every tensor that nothing else gives one. `certificates`: what was found at each stage, where the stage
-    was chosen by zplan.
+    was chosen by zplan. `programs`: of the first micro-batch, those between, and the last, or of the only one.
     """
 
     graph: Graph
@@ -53,26 +55,34 @@ class Plan:
     stage: int
     choices: Mapping[str, Choice]
     ownership: Ownership
-    program: Program
+    programs: tuple[Program, ...]
     certificates: tuple[Certificate, ...] = ()
+
+    @property
+    def program(self) -> Program:
+        """That of the micro-batch that ends with the update."""
+        return self.programs[-1]
 
     @cached_property
     def memory(self) -> Memory:
-        return Memory(self.program)
+        """Of the micro-batch that peaks highest."""
+        return max(map(Memory, self.programs), key=lambda memory: memory.peak_bytes)
 
     @cached_property
     def traffic(self) -> Traffic:
-        return Traffic(self.program)
+        """Of all micro-batches of an optimizer step."""
+        times = {Position.MIDDLE: self.spec.micro_batches - 2}
+        return Traffic(self.program, tuple((each, times.get(each.position, 1)) for each in self.programs[:-1]))
 
     @property
     def schedule(self) -> Schedule:
-        return Schedule(self.program, self.memory, self.traffic)
+        return Schedule(self.programs)
 
     @cached_property
     def hash(self) -> str:
         """Equal on every rank and in every run of the same model, spec and version of zplan."""
         buckets = [repr(bucket) for bucket in self.ownership.buckets]
-        return digest([self.graph.hash, self.spec.model_dump(), buckets, self.program.hash])
+        return digest([self.graph.hash, self.spec.model_dump(), buckets, [program.hash for program in self.programs]])
 
     @cached_property
     def certificate(self) -> Certificate:
@@ -83,7 +93,7 @@ class Plan:
             peak_bytes=self.memory.peak_bytes,
             resident_bytes=self.memory.resident_bytes,
             sent_bytes=self.traffic.bytes_per_rank,
-            where=where(self.program, self.memory.peak_index),
+            where=where(self.memory.program, self.memory.peak_index),
             alive=totals(self.memory),
         )
 
@@ -115,8 +125,18 @@ def make_plan(graph: Graph, spec: Spec, *, stage: int | None = None) -> Plan:
     choices = choose(graph, default=default, rules=spec.rules, auto=spec.stage == AUTO)
     buckets = make_buckets(graph, choices, world=spec.world_size, bucket_nbytes=spec.bucket)
     ownership = Ownership(buckets, spec.world_size)
-    return Plan(graph, spec, default, choices, ownership, program_of(graph, ownership, spec))
+    return Plan(graph, spec, default, choices, ownership, programs_of(graph, ownership, spec))
+
+
+def programs_of(graph: Graph, ownership: Ownership, spec: Spec) -> tuple[Program, ...]:
+    """One for each kind of micro-batch that a step has, in the order in which they run."""
+    positions = {1: (Position.ONLY,), 2: (Position.FIRST, Position.LAST)}
+    every = (Position.FIRST, Position.MIDDLE, Position.LAST)
+    return tuple(program_of(graph, ownership, spec, each) for each in positions.get(spec.micro_batches, every))
 
 
 def program_of(graph: Graph, ownership: Ownership, spec: Spec, position: Position = Position.ONLY) -> Program:
-    return build(graph, ownership, distance=spec.prefetch, depth=spec.depth, native=spec.native, position=position)
+    options = {"distance": spec.prefetch, "depth": spec.depth}
+    program = build(graph, ownership, **options, native=spec.native, position=position)
+    earlier = {Position.MIDDLE: max(1, spec.micro_batches - 2), Position.LAST: max(1, spec.micro_batches - 1)}
+    return replace(program, earlier=earlier.get(position, 0))

@@ -1,6 +1,6 @@
 """Plan files: a plan as one JSON object that reads back as the very same plan, on any machine, without torch.
 
-`decisions` (spec, choices, buckets) are bound to names, shapes and dtypes of parameters; `program` is bound to `graph`,
+`decisions` (spec, choices, buckets) are bound to names, shapes and dtypes of parameters; `programs` to `graph`,
 which is kept too, so that a schedule can be printed where there is no model. `sha256` is of all the rest.
 """
 
@@ -21,6 +21,7 @@ from zplan.planner.choices import Choice
 from zplan.planner.ownership import Ownership
 from zplan.planner.plan import Plan
 from zplan.planner.program import (
+    Accumulate,
     AllReduce,
     Caps,
     Free,
@@ -44,6 +45,7 @@ VERSION = 1
 TAGS: dict[str, type[Any]] = {
     "gather": Gather,
     "pack": Pack,
+    "accumulate": Accumulate,
     "reduce-scatter": ReduceScatter,
     "all-reduce": AllReduce,
     "gather-grad": GatherGradient,
@@ -74,6 +76,7 @@ class Lowered(BaseModel):
     position: Position
     caps: Caps
     native: bool
+    earlier: int
 
 
 class PlanFile(BaseModel):
@@ -86,7 +89,7 @@ class PlanFile(BaseModel):
     zplan: str
     hash: str
     decisions: Decisions
-    program: Lowered
+    programs: tuple[Lowered, ...]
     graph: Graph
 
 
@@ -137,7 +140,8 @@ def load(path: str | Path) -> Plan:
     try:
         file = PlanFile.model_validate_json(json.dumps(content))
         plan = _plan(file)
-        check(plan.program)
+        for program in plan.programs:
+            check(program)
     except ValidationError as error:
         first = error.errors()[0]
         raise SpecError(f"{name} does not hold a plan: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
@@ -154,7 +158,6 @@ def load(path: str | Path) -> Plan:
 
 
 def _content(plan: Plan) -> dict[str, Any]:
-    program = plan.program
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -167,38 +170,48 @@ def _content(plan: Plan) -> dict[str, Any]:
             buckets=plan.ownership.buckets,
             certificates=plan.certificates,
         ).model_dump(mode="json"),
-        "program": {
-            "instructions": [_write(instruction) for instruction in program.instructions],
-            "entry": program.entry,
-            "exit": program.exit,
-            "position": program.position.value,
-            "caps": TypeAdapter(Caps).dump_python(program.caps, mode="json"),
-            "native": program.native,
-        },
+        "programs": [
+            {
+                "instructions": [_write(instruction) for instruction in program.instructions],
+                "entry": program.entry,
+                "exit": program.exit,
+                "position": program.position.value,
+                "caps": TypeAdapter(Caps).dump_python(program.caps, mode="json"),
+                "native": program.native,
+                "earlier": program.earlier,
+            }
+            for program in plan.programs
+        ],
         "graph": TypeAdapter(Graph).dump_python(plan.graph, mode="json"),
     }
 
 
 def _plan(file: PlanFile) -> Plan:
-    decisions, lowered = file.decisions, file.program
+    decisions = file.decisions
     ownership = Ownership(decisions.buckets, decisions.spec.world_size)
-    program = Program(
-        graph=file.graph,
-        ownership=ownership,
-        instructions=tuple(map(_read, lowered.instructions)),
-        entry=lowered.entry,
-        exit=lowered.exit,
-        position=lowered.position,
-        caps=lowered.caps,
-        native=lowered.native,
+    programs = tuple(
+        Program(
+            graph=file.graph,
+            ownership=ownership,
+            instructions=tuple(map(_read, lowered.instructions)),
+            entry=lowered.entry,
+            exit=lowered.exit,
+            position=lowered.position,
+            caps=lowered.caps,
+            native=lowered.native,
+            earlier=lowered.earlier,
+        )
+        for lowered in file.programs
     )
+    if not programs:
+        raise ValueError("there is no program")
     return Plan(
         graph=file.graph,
         spec=decisions.spec,
         stage=decisions.stage,
         choices=decisions.choices,
         ownership=ownership,
-        program=program,
+        programs=programs,
         certificates=decisions.certificates,
     )
 

@@ -7,6 +7,9 @@ An instruction names values. Those of the traced graph keep their names; each bu
     b0:flat    the gradients of this rank, packed as the bucket is laid out
     b0:grad    this rank's part of the gradients, averaged over ranks: what a reduce-scatter makes
     b0:total   the gradients, whole and averaged over ranks: what an all-reduce makes
+    b0:acc     the gradients of the micro-batches so far, in fp32: this rank's own, whole, at stages 0 and 1; its
+               part of their sum over ranks at stages 2 and 3, where each micro-batch is reduced. There, b0:grad of a
+               micro-batch is a sum in fp32, and an average only when the last one has been added up
 """
 
 from collections.abc import Mapping
@@ -28,6 +31,21 @@ class Position(Enum):
     LAST = "last"
     EVALUATION = "evaluation"
 
+    @property
+    def updates(self) -> bool:
+        """Ends an optimizer step."""
+        return self in (Position.ONLY, Position.LAST)
+
+    @property
+    def begins(self) -> bool:
+        """Nothing of an earlier micro-batch is there."""
+        return self in (Position.ONLY, Position.FIRST, Position.EVALUATION)
+
+    @property
+    def ends(self) -> bool:
+        """Nothing is left for a later micro-batch."""
+        return self in (Position.ONLY, Position.LAST, Position.EVALUATION)
+
 
 @dataclass(frozen=True, slots=True)
 class Gather:
@@ -40,6 +58,13 @@ class Gather:
 @dataclass(frozen=True, slots=True)
 class Pack:
     """Copies the bucket's gradients into its flat buffer, zeros in the padding -> b:flat."""
+
+    bucket: str
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulate:
+    """Adds up micro-batches: b:flat, or after a reduction b:grad. The first makes b:acc, the last adds b:acc to it."""
 
     bucket: str
 
@@ -97,7 +122,7 @@ class Update:
 
 
 Launch = Gather | ReduceScatter | AllReduce | GatherGradient
-Instruction = Launch | Wait | Pack | Run | Free | Update
+Instruction = Launch | Wait | Pack | Accumulate | Run | Free | Update
 REDUCTIONS = (ReduceScatter, AllReduce, GatherGradient)
 LAUNCHES = (Gather, *REDUCTIONS)
 
@@ -120,6 +145,20 @@ def grad(bucket: str) -> str:
 
 def total(bucket: str) -> str:
     return f"{bucket}:total"
+
+
+def acc(bucket: str) -> str:
+    return f"{bucket}:acc"
+
+
+def adds_first(bucket: Bucket) -> bool:
+    """Whether micro-batches are added up before they are reduced over ranks, once; else each is reduced."""
+    return bucket.world == 1 or not bucket.policy.reduce_always
+
+
+def adds(bucket: Bucket) -> str:
+    """The value that `Accumulate` adds up."""
+    return flat(bucket.name) if adds_first(bucket) else grad(bucket.name)
 
 
 def makes(instruction: Launch) -> str:
@@ -163,7 +202,8 @@ class Caps:
 class Program:
     """Instructions in the order in which they run, and what is resident before the first and after the last.
 
-    `native`: collectives are the backend's own, as on NCCL; else each is an all-to-all, as on gloo.
+    `native`: collectives are the backend's own, as on NCCL; else each is an all-to-all, as on gloo. `earlier`: how many
+    micro-batches of the step have run before it at most; what they returned is still there.
     """
 
     graph: Graph
@@ -174,6 +214,7 @@ class Program:
     position: Position = Position.ONLY
     caps: Caps = Caps()
     native: bool = False
+    earlier: int = 0
 
     def bucket(self, name: str) -> Bucket:
         return self.ownership.bucket[name]
@@ -208,7 +249,7 @@ class Program:
         return digest(
             [
                 [repr(instruction) for instruction in self.instructions],
-                [self.entry, self.exit, self.position.value, repr(self.caps), self.native],
+                [self.entry, self.exit, self.position.value, repr(self.caps), self.native, self.earlier],
             ]
         )
 

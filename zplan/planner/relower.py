@@ -7,7 +7,7 @@ from zplan.graph.ir import Graph
 from zplan.planner.buckets import Bucket, make_buckets
 from zplan.planner.diff import Diff, unlike
 from zplan.planner.ownership import Ownership
-from zplan.planner.plan import Plan, program_of
+from zplan.planner.plan import Plan, programs_of
 
 NAMED = 4
 
@@ -29,14 +29,14 @@ def relower(plan: Plan, graph: Graph, *, world: int) -> tuple[Plan, Diff | None]
         )
     spec = plan.spec.model_copy(update={"device": graph.device})
     if graph.hash == plan.graph.hash and spec == plan.spec:
-        # The planned program, on this trace's own lines and modules.
-        return replace(plan, graph=graph, program=replace(plan.program, graph=graph)), None
+        # The planned programs, on this trace's own lines and modules.
+        return replace(plan, graph=graph, programs=tuple(replace(each, graph=graph) for each in plan.programs)), None
     buckets = plan.ownership.buckets
     if not _holds(buckets, graph):
         buckets = make_buckets(graph, plan.choices, world=world, bucket_nbytes=spec.bucket)
     ownership = Ownership(buckets, world)
-    program = program_of(graph, ownership, spec)
-    made = replace(plan, graph=graph, spec=spec, ownership=ownership, program=program, certificates=())
+    programs = programs_of(graph, ownership, spec)
+    made = replace(plan, graph=graph, spec=spec, ownership=ownership, programs=programs, certificates=())
     return made, plan.diff(made)
 
 

@@ -9,6 +9,7 @@ from zplan.planner.fold import Row, families, span
 from zplan.planner.memory import Memory
 from zplan.planner.program import (
     LAUNCHES,
+    Accumulate,
     AllReduce,
     Free,
     Gather,
@@ -21,6 +22,7 @@ from zplan.planner.program import (
     Run,
     Update,
     Wait,
+    acc,
     is_chain,
     makes,
 )
@@ -35,6 +37,7 @@ VERBS: Mapping[type, str] = {
     Wait: "wait",
     Run: "run",
     Pack: "pack",
+    Accumulate: "accumulate",
     Free: "free",
     Update: "update",
 }
@@ -273,6 +276,8 @@ def _row(program: Program, instruction: Instruction, launches: Mapping[int, Laun
             return makes(launches[id]), ""
         case Pack(name):
             return name, f" ({_plural(len(program.bucket(name).slots), 'gradient')})"
+        case Accumulate(name):
+            return acc(name), ""
         case Free(value):
             return value, ""
         case Update(names):

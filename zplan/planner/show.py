@@ -33,6 +33,7 @@ MEANING = {
     "flat": "flat = this rank's gradients",
     "grad": "grad = this rank's share of the averaged gradients",
     "total": "total = the averaged gradients, whole",
+    "acc": "acc = the gradients of the micro-batches so far",
 }
 
 
@@ -123,10 +124,11 @@ def _head(plan: "Plan") -> list[str]:
     trained = sum(tensor.numel for tensor in graph.tensors if tensor.grad is not None)
     count = sum(tensor.numel for tensor in graph.tensors)
     groups = len({group.index for group in graph.optimizer.groups})
+    several = f" micro-batches={spec.micro_batches}" if spec.micro_batches > 1 else ""
     assumed = " (assumed: no optimizer was given)" if graph.optimizer.assumed else ""
     return [
         f"plan {plan.hash}: world={plan.ownership.world} stage={_stage(plan.ownership.buckets)} device={_device(plan)} "
-        f"bucket={format_bytes(spec.bucket)} prefetch={spec.prefetch} depth={spec.depth}",
+        f"bucket={format_bytes(spec.bucket)} prefetch={spec.prefetch} depth={spec.depth}{several}",
         *_budget(plan),
         f"parameters: {format_count(count)} ({count}) in {_plural(len(graph.tensors), 'tensor')}, "
         f"{format_count(trained)} trained; {_plural(len(plan.ownership.buckets), 'bucket')}",
@@ -303,7 +305,7 @@ def compare_text(plans: Sequence["Plan"]) -> str:
         ("predicted time", lambda plan: "not modelled yet"),
         ("fits", lambda plan: plan.certificate.verdict),
         ("peak at", lambda plan: str(plan.memory.peak_index) if plan.memory.peak_index >= 0 else "rest"),
-        ("instructions", lambda plan: str(len(plan.program.instructions))),
+        ("instructions", lambda plan: str(_number(plan, lambda _: True))),
     )
     lines = table([(name, *map(fact, plans)) for name, fact in facts], right=True)
     stages = {_stage(plan.ownership.buckets) for plan in plans}
@@ -317,7 +319,8 @@ def compare_text(plans: Sequence["Plan"]) -> str:
 
 
 def _number(plan: "Plan", what: Callable[[Instruction], bool]) -> int:
-    return sum(map(what, plan.program.instructions))
+    counts = [(sum(map(what, program.instructions)), times) for program, times in plan.traffic.before]
+    return sum(map(what, plan.program.instructions)) + sum(count * times for count, times in counts)
 
 
 def _star(name: str) -> str:

@@ -5,14 +5,19 @@ from dataclasses import replace
 
 from zplan.errors import SpecError
 from zplan.planner.program import (
+    Accumulate,
     AllReduce,
     Free,
     GatherGradient,
     Instruction,
+    Position,
     Program,
     ReduceScatter,
     Update,
     Wait,
+    acc,
+    adds_first,
+    grad,
     takes,
 )
 
@@ -33,7 +38,7 @@ def sink_waits(program: Program, *, depth: int) -> Program:
     due: dict[int, list[Instruction]] = {}
     reductions = (x for x in program.instructions if isinstance(x, (ReduceScatter, AllReduce)))
     for place, launch in enumerate(reductions):
-        for step, held in enumerate(_steps(launch, followers.get(launch.bucket)), start=1):
+        for step, held in enumerate(_steps(program, launch, followers.get(launch.bucket)), start=1):
             due.setdefault(place + step * depth, []).extend(held)
     moved = {instruction for held in due.values() for instruction in held}
     instructions: list[Instruction] = []
@@ -52,9 +57,17 @@ def sink_waits(program: Program, *, depth: int) -> Program:
     return program.with_(tuple(instructions), caps=replace(program.caps, reductions=cap))
 
 
-def _steps(launch: ReduceScatter | AllReduce, follower: GatherGradient | None) -> Iterator[list[Instruction]]:
-    """What follows a launch: its wait and free, with the second collective of an all-reduce; then those of that."""
+def _steps(
+    program: Program, launch: ReduceScatter | AllReduce, follower: GatherGradient | None
+) -> Iterator[list[Instruction]]:
+    """What follows a launch: its wait and free, with the second collective of an all-reduce; then those of that.
+
+    What is added up after its reduction is so at the wait.
+    """
     ended: list[Instruction] = [Wait(launch.id), Free(takes(launch))]
+    if program.position is not Position.ONLY and not adds_first(program.bucket(launch.bucket)):
+        done = acc(launch.bucket) if program.position.updates else grad(launch.bucket)
+        ended += [Accumulate(launch.bucket), Free(done)]
     if follower is None:
         yield ended
     else:

@@ -59,7 +59,7 @@ class Spec(BaseModel):
     `stage`: of every tensor that no rule and no annotation gives one; "auto" is the lowest that fits `memory`, the most
     bytes that one rank may hold at once. `device`: the type that runs it, which may be another than the one it is
     traced on. `bucket`: of whole parameters that travel together. `prefetch`: in buckets. `depth`: reductions that may
-    be in flight.
+    be in flight. `micro_batches`: batches of one optimizer step.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -71,6 +71,7 @@ class Spec(BaseModel):
     bucket: int = parse_size("25MB")
     prefetch: int = Field(default=1, ge=0)
     depth: int = Field(default=2, ge=1)
+    micro_batches: int = Field(default=1, ge=1)
     rules: tuple[Rule, ...] = ()
 
     @field_validator("stage", mode="before")

@@ -25,9 +25,13 @@ def sent_nbytes(program: Program, instruction: Instruction) -> int:
 
 @dataclass(frozen=True)
 class Traffic:
-    """A fold over the instructions of a program. Bytes are those of one rank and one optimizer step."""
+    """A fold over the instructions of a program. Bytes are those of one rank and one optimizer step.
+
+    `before`: the programs of the micro-batches before this one, with how many of each there are.
+    """
 
     program: Program
+    before: tuple[tuple[Program, int], ...] = ()
 
     @cached_property
     def by_instruction(self) -> tuple[int, ...]:
@@ -35,25 +39,27 @@ class Traffic:
 
     @property
     def bytes_per_rank(self) -> int:
-        return sum(self.by_instruction)
+        return sum(self.by_kind.values())
 
     @cached_property
     def by_kind(self) -> Mapping[str, int]:
         """Bytes by what is sent: gathers of parameters, reduce-scatters, all-reduces, gathers of gradients."""
         kinds = {Gather: "gather", ReduceScatter: "reduce-scatter", AllReduce: "all-reduce"}
         found: dict[str, int] = {}
-        for instruction, nbytes in zip(self.program.instructions, self.by_instruction, strict=True):
-            if nbytes:
-                kind = kinds.get(type(instruction), "gather gradients")
-                found[kind] = found.get(kind, 0) + nbytes
+        for program, times in (*self.before, (self.program, 1)):
+            for instruction in program.instructions:
+                if nbytes := sent_nbytes(program, instruction):
+                    kind = kinds.get(type(instruction), "gather gradients")
+                    found[kind] = found.get(kind, 0) + times * nbytes
         return found
 
     @property
     def padding_nbytes(self) -> int:
         """The part of `bytes_per_rank` that is padding."""
         total = 0
-        for instruction, nbytes in zip(self.program.instructions, self.by_instruction, strict=True):
-            if nbytes:
-                bucket = self.program.bucket(instruction.bucket)  # type: ignore[union-attr]
-                total += nbytes * bucket.padding // bucket.numel
+        for program, times in (*self.before, (self.program, 1)):
+            for instruction in program.instructions:
+                if nbytes := sent_nbytes(program, instruction):
+                    bucket = program.bucket(instruction.bucket)  # type: ignore[union-attr]
+                    total += times * (nbytes * bucket.padding // bucket.numel)
         return total

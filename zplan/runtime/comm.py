@@ -113,26 +113,56 @@ def finish(emit: Emit, started: Any) -> Any:
     return emit(functional_collectives.wait_tensor.default, (started,))
 
 
-def mean_in_rank_order(received: torch.Tensor, world: int) -> torch.Tensor:
-    """received: [world * n], the same part from each rank -> [n], their mean.
+def sum_in_rank_order(received: torch.Tensor, world: int) -> torch.Tensor:
+    """received: [world * n], the same part from each rank -> [n], their sum; that of 16 bit in fp32.
 
-    16 bit is summed in fp32 and rounded once. The sum is `world - 1` explicit additions from rank 0 upward: a
-    reduction over a dimension adds in another order from 5 ranks on, and that order depends on the position.
+    It is `world - 1` explicit additions from rank 0 upward: a reduction over a dimension adds in another order from 5
+    ranks on, and that order depends on the position.
     """
     parts = received.view(world, -1).unbind(0)
-    wide = torch.float32 if received.dtype in (torch.bfloat16, torch.float16) else received.dtype
+    wide = wider(received.dtype)
     if world == 1:
-        return parts[0].clone()
-    total = parts[0].to(wide) + parts[1].to(wide) if wide != received.dtype else parts[0] + parts[1]
-    for term in parts[2:]:
-        total += term
-    total /= world
+        return parts[0].to(wide, copy=True)
+    if wide == received.dtype:
+        total = parts[0] + parts[1]
+        for term in parts[2:]:
+            total += term
+        return total
+    total = parts[0].to(wide)
+    for term in parts[1:]:
+        total += term.to(wide)
+    return total
+
+
+def mean_in_rank_order(received: torch.Tensor, world: int, count: int | None = None) -> torch.Tensor:
+    """received: [world * n], the same part from each rank -> [n], their sum over `count` (the world), rounded once."""
+    total = sum_in_rank_order(received, world)
+    total /= world if count is None else count
     return total.to(received.dtype)
 
 
-def mean_in_place(total: torch.Tensor, world: int) -> torch.Tensor:
-    """total: a sum over ranks, divided where it lies."""
-    return total.div_(world)
+def wider(dtype: torch.dtype) -> torch.dtype:
+    """What gradients are added up in: fp32, or fp64 where they are."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def accumulate_first(value: torch.Tensor) -> torch.Tensor:
+    """value: gradients of the first micro-batch, any shape -> a copy of them to add others to."""
+    return value.to(wider(value.dtype), copy=True)
+
+
+def accumulate(value: torch.Tensor, acc: torch.Tensor) -> torch.Tensor:
+    """acc: the sum so far; `value` is added to it where it lies."""
+    return acc.add_(value.to(acc.dtype))
+
+
+def accumulate_last(value: torch.Tensor, acc: torch.Tensor, count: int) -> torch.Tensor:
+    """The sum of all micro-batches over `count`, in the place of `value`; `acc` is used up."""
+    if value.dtype == acc.dtype:
+        value.add_(acc)
+        return value.div_(count) if count > 1 else value
+    acc.add_(value.to(acc.dtype))
+    return value.copy_(acc.div_(count) if count > 1 else acc)
 
 
 def pack(grads: Sequence[torch.Tensor], offsets: Sequence[int], numel: int) -> torch.Tensor:

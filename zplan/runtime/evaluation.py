@@ -5,15 +5,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx
 
 from zplan.graph.ir import digest
 from zplan.graph.trace import Trace, trace
 from zplan.planner.plan import Plan, program_of
-from zplan.planner.program import LAUNCHES, Position, Program
+from zplan.planner.program import LAUNCHES, Position
 from zplan.runtime.agree import Report
 from zplan.runtime.comm import Comm
-from zplan.runtime.rewrite import inputs, rewrite
+from zplan.runtime.rewrite import Ready, inputs, rewrite
 
 
 @dataclass(frozen=True)
@@ -21,13 +20,11 @@ class Evaluation:
     """What runs the batches of one structure and shape."""
 
     trace: Trace
-    program: Program
-    module: fx.GraphModule
-    inputs: tuple[str, ...]
+    ready: Ready
 
     def report(self) -> Report:
         """Equal on ranks whose collectives are the same, in the same order; shapes of batches may differ."""
-        launches = [repr(x) for x in self.program.instructions if isinstance(x, LAUNCHES)]
+        launches = [repr(x) for x in self.ready.program.instructions if isinstance(x, LAUNCHES)]
         return Report(plan=digest(launches), lines=tuple(launches))
 
 
@@ -40,4 +37,4 @@ def make_evaluation(
     graph = replace(traced.graph, optimizer=plan.graph.optimizer)
     program = program_of(graph, plan.ownership, plan.spec, Position.EVALUATION)
     module = rewrite(traced, program, comm, torch.nn.Module())
-    return Evaluation(traced, program, module, inputs(program))
+    return Evaluation(traced, Ready(program, module, inputs(program)))

@@ -19,17 +19,17 @@ class Measured:
     peak_bytes: int
 
 
-def measure(step: TrainStep, batch: Any) -> Measured:
-    """Runs one step on `batch` under the profiler. CPU only; run a step before it, so that optimizer states are there.
+def measure(step: TrainStep, *batches: Any) -> Measured:
+    """Runs one step on these micro-batches under the profiler. CPU only; run a step before, so that states are there.
 
     Communicates as a step does: call it on every rank.
     """
     if step.plan.graph.device != "cpu":
         raise SpecError(f"measure reads CPU allocations, and this step runs on {step.plan.graph.device}")
-    resident = sum(storages(step, batch).values())
+    resident = sum(storages(step, batches[-1]).values())
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        result = step(batch)
+        result = step(*batches)
     del result
     now = most = 0
     for nbytes in memory_events(profile):

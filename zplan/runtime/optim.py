@@ -41,7 +41,7 @@ class Shards(torch.nn.Module):
     def forward(self, *grads: torch.Tensor) -> None:
         """grads[i]: as `held` of the i-th bucket, averaged over ranks; views of it are given to the optimizer."""
         for parameter, bucket, start, stop in self._where:
-            parameter.grad = grads[bucket][start:stop]
+            parameter.grad = grads[bucket][start:stop].to(parameter.dtype)
         try:
             self.optimizer.step()
         finally:

@@ -7,6 +7,7 @@ the value for the last time, after which the generated code drops the name; what
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from zplan.graph.trace import Trace
 from zplan.planner.buckets import Bucket, Slot
 from zplan.planner.program import (
     LAUNCHES,
+    Accumulate,
     AllReduce,
     Free,
     Gather,
@@ -23,11 +25,15 @@ from zplan.planner.program import (
     Instruction,
     Launch,
     Pack,
+    Position,
     Program,
     ReduceScatter,
     Run,
     Update,
     Wait,
+    acc,
+    adds,
+    adds_first,
     flat,
     gradient,
     makes,
@@ -41,24 +47,51 @@ INSTRUCTION = "instruction"
 UPDATE = "update"
 
 
+@dataclass(frozen=True)
+class Ready:
+    """A program that can run: it takes `inputs` and gives the outputs of its graph, and `carried`."""
+
+    program: Program
+    module: fx.GraphModule
+    inputs: tuple[str, ...]
+    carried: tuple[str, ...] = ()
+
+
 def inputs(program: Program) -> tuple[str, ...]:
-    """What the runnable graph takes, in order: residents, with the tensors of buckets that are whole at rest."""
+    """What the runnable graph takes, in order: residents, with the tensors of buckets that are whole at rest.
+
+    What an earlier micro-batch left comes under the names of `carried`.
+    """
     names: list[str] = []
     for value in program.entry:
         bucket = program.ownership.bucket.get(value.partition(":")[0])
-        if bucket is not None and value == whole(bucket.name):
+        if bucket is not None and value == whole(bucket.name) and bucket.whole_at_rest:
             names += [slot.tensor for slot in bucket.slots]
         else:
             names.append(value)
     return tuple(names)
 
 
-def rewrite(trace: Trace, program: Program, comm: Comm, update: torch.nn.Module) -> fx.GraphModule:
-    """Returns a module that takes one list (see `inputs`) and returns the graph's outputs as a tuple.
+def carried(program: Program) -> tuple[str, ...]:
+    """What a micro-batch leaves for the next one: sums of gradients, and parameters that are kept whole."""
+    buckets = program.ownership.buckets
+    names = {acc(b.name) for b in buckets} | {whole(b.name) for b in buckets if not b.whole_at_rest}
+    return tuple(name for name in program.exit if name in names)
+
+
+def rewrite(
+    trace: Trace,
+    program: Program,
+    comm: Comm,
+    update: torch.nn.Module,
+    micro_batches: Callable[[], int] = lambda: 1,
+) -> fx.GraphModule:
+    """Returns a module that takes one list (see `inputs`) and returns the graph's outputs and `carried`, as a tuple.
 
     `update` is called with the gradient of each trained bucket, in the order of the `Update` instruction.
+    `micro_batches` is asked when the last of them is added up.
     """
-    writer = _Writer(trace, program, comm)
+    writer = _Writer(trace, program, comm, micro_batches)
     for index, instruction in enumerate(program.instructions):
         writer.write(index, instruction)
     graph = writer.finish()
@@ -70,7 +103,7 @@ def rewrite(trace: Trace, program: Program, comm: Comm, update: torch.nn.Module)
 class _Writer:
     """Holds the node of every value that is alive."""
 
-    def __init__(self, trace: Trace, program: Program, comm: Comm) -> None:
+    def __init__(self, trace: Trace, program: Program, comm: Comm, micro_batches: Callable[[], int]) -> None:
         self.program = program
         self.comm = comm
         self.trace = trace
@@ -84,6 +117,7 @@ class _Writer:
         self.read = _tensors_read(program)
         self.copied: dict[fx.Node, fx.Node] = {}
         self.retire = _retire(comm)
+        self.divide = _Division(comm.world, micro_batches)
         # What gloo's thread may still hold when it is freed; see `Comm`.
         self.handed = frozenset[str]()
         if not self.native:
@@ -94,6 +128,9 @@ class _Writer:
         for i, name in enumerate(inputs(program)):
             self.node[name] = self.emit(operator.getitem, (boxed, i))
         self._tag(self.graph.call_method("clear", (boxed,)))
+        for bucket in program.ownership.buckets:
+            if not bucket.whole_at_rest and whole(bucket.name) in self.node:
+                self._views(bucket, self.node[whole(bucket.name)])
 
     def write(self, index: int, instruction: Instruction) -> None:
         self.index = index
@@ -104,6 +141,8 @@ class _Writer:
                 self.free(value)
             case Pack(bucket):
                 self.pack(self.program.bucket(bucket))
+            case Accumulate(bucket):
+                self.accumulate(self.program.bucket(bucket))
             case Gather() | ReduceScatter() | AllReduce() | GatherGradient():
                 self.launch(instruction)
             case Wait(id):
@@ -114,7 +153,8 @@ class _Writer:
 
     def finish(self) -> fx.Graph:
         self.index = len(self.program.instructions)
-        self._tag(self.graph.output(tuple(self.node[name] for name in self.program.graph.outputs)))
+        names = (*self.program.graph.outputs, *carried(self.program))
+        self._tag(self.graph.output(tuple(self.node[name] for name in names)))
         return self.graph
 
     # One method an instruction
@@ -143,6 +183,18 @@ class _Writer:
         offsets = [slot.offset for slot in bucket.slots]
         self.node[flat(bucket.name)] = self.emit(nodes.pack, (grads, offsets, bucket.numel))
 
+    def accumulate(self, bucket: Bucket) -> None:
+        value, sums = self.node[adds(bucket)], acc(bucket.name)
+        match self.program.position:
+            case Position.FIRST:
+                self.node[sums] = self.emit(nodes.accumulate_first, (value,))
+            case Position.MIDDLE:
+                self.node[sums] = self.emit(nodes.accumulate, (value, self.node[sums]))
+            case _:
+                # Gradients that are yet to be reduced over ranks are divided then.
+                last = self.divide.last if bucket.world == 1 or not adds_first(bucket) else self.divide.not_yet
+                self.node[adds(bucket)] = self.emit(last, (value, self.node[sums]))
+
     def launch(self, launch: Launch) -> None:
         bucket = self.program.bucket(launch.bucket)
         source = self.node[takes(launch)]
@@ -166,16 +218,17 @@ class _Writer:
         if launch.id in self.repeated:
             self.emit(self.retire, (self.repeated.pop(launch.id),))
         bucket = self.program.bucket(launch.bucket)
+        # Gradients that are added up after their reduction stay a sum, in fp32, until then.
+        adds_up = self.program.position is not Position.ONLY and not adds_first(bucket)
         match launch:
             case ReduceScatter() if not self.native:
-                received, node = node, self.emit(nodes.mean_in_rank_order, (node, bucket.world))
+                mean = nodes.sum_in_rank_order if adds_up else self.divide.in_rank_order
+                received, node = node, self.emit(mean, (node, bucket.world))
                 self.emit(self.retire, (received,))
             case ReduceScatter() | AllReduce():
-                node = self.emit(nodes.mean_in_place, (node, bucket.world))
+                node = self.emit(_widened if adds_up else self.divide.in_place, (node,))
             case Gather():
-                for slot in bucket.slots:
-                    if slot.tensor in self.read[self.index]:
-                        self.node[slot.tensor] = self._view(node, slot)
+                self._views(bucket, node)
         self.node[makes(launch)] = node
 
     # Nodes
@@ -186,6 +239,12 @@ class _Writer:
     def _tag(self, node: fx.Node) -> fx.Node:
         node.meta[INSTRUCTION] = self.index
         return node
+
+    def _views(self, bucket: Bucket, flat: fx.Node) -> None:
+        """Of the tensors that are read while the bucket is whole."""
+        for slot in bucket.slots:
+            if slot.tensor in self.read[bucket.name, self.index]:
+                self.node[slot.tensor] = self._view(flat, slot)
 
     def _view(self, flat: fx.Node, slot: Slot) -> fx.Node:
         args = (flat, list(slot.shape), _contiguous(slot.shape), slot.offset)
@@ -215,18 +274,43 @@ def _contiguous(shape: Sequence[int]) -> list[int]:
     return strides
 
 
-def _tensors_read(program: Program) -> Mapping[int, frozenset[str]]:
-    """For the index of each wait that ends a gather, the tensors that are read until the bucket is freed."""
+class _Division:
+    """By the ranks and the micro-batches of a step, whose number is known when it runs."""
+
+    def __init__(self, world: int, micro_batches: Callable[[], int]) -> None:
+        self.world = world
+        self.micro_batches = micro_batches
+
+    def in_rank_order(self, received: torch.Tensor, world: int) -> torch.Tensor:
+        return nodes.mean_in_rank_order(received, world, world * self.micro_batches())
+
+    def in_place(self, total: torch.Tensor) -> torch.Tensor:
+        return total.div_(self.world * self.micro_batches())
+
+    def last(self, value: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+        return nodes.accumulate_last(value, sums, self.world * self.micro_batches())
+
+    def not_yet(self, value: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+        return nodes.accumulate_last(value, sums, 1)
+
+
+def _widened(total: torch.Tensor) -> torch.Tensor:
+    return total.to(nodes.wider(total.dtype))
+
+
+def _tensors_read(program: Program) -> Mapping[tuple[str, int], frozenset[str]]:
+    """The tensors that are read while a bucket is whole, by its name and the index of the wait that begins it (-1: it
+    is so at entry)."""
     gathers = {x.id: x.bucket for x in program.instructions if isinstance(x, Gather)}
     home = program.ownership.home
-    found: dict[int, set[str]] = {}
-    opened: dict[str, int] = {}
+    opened = {b.name: -1 for b in program.ownership.buckets if not b.whole_at_rest and whole(b.name) in program.entry}
+    found: dict[tuple[str, int], set[str]] = {(name, -1): set() for name in opened}
     for index, instruction in enumerate(program.instructions):
         if isinstance(instruction, Wait) and instruction.id in gathers:
             opened[gathers[instruction.id]] = index
-            found[index] = set()
+            found[gathers[instruction.id], index] = set()
         elif isinstance(instruction, Run):
             for name in program.graph.op[instruction.op].inputs:
                 if name in home and home[name] in opened:
-                    found[opened[home[name]]].add(name)
-    return {index: frozenset(names) for index, names in found.items()}
+                    found[home[name], opened[home[name]]].add(name)
+    return {where: frozenset(names) for where, names in found.items()}

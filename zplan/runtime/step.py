@@ -1,7 +1,8 @@
 """TrainStep: a compiled training step that owns the parameters and the optimizer's state."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -11,16 +12,15 @@ import torch.distributed as dist
 from zplan.errors import SpecError, StateError, StepError
 from zplan.graph.compat import pytree
 from zplan.graph.trace import Trace
-from zplan.planner.memory import Memory
-from zplan.planner.plan import Plan, Schedule
-from zplan.planner.program import Program, Update
-from zplan.planner.traffic import Traffic
+from zplan.planner.auto import accept
+from zplan.planner.plan import Plan, Schedule, program_of
+from zplan.planner.program import Position, Program, Update
 from zplan.runtime import agree
 from zplan.runtime.comm import Comm
 from zplan.runtime.evaluation import Evaluation, make_evaluation
 from zplan.runtime.failure import explain
 from zplan.runtime.optim import Shards
-from zplan.runtime.rewrite import inputs, rewrite
+from zplan.runtime.rewrite import Ready, carried, inputs, rewrite
 from zplan.runtime.state import State
 
 
@@ -49,26 +49,75 @@ class TrainStep:
         self._state = state
         self._comm = comm
         self._loss_fn = loss_fn
-        self._evaluations: dict[Any, Evaluation] = {}
         self._owns_group = owns_group
         self._closed = False
         self._failed = ""
-        program = plan.program
-        updates = [x.buckets for x in program.instructions if isinstance(x, Update)]
+        updates = [x.buckets for x in plan.program.instructions if isinstance(x, Update)]
         self._shards = Shards(
             optimizer, plan.ownership, state.held, rank=comm.rank, buckets=updates[0] if updates else ()
         )
-        self.module = rewrite(trace, program, comm, self._shards)
-        self._inputs = inputs(program)
         self._fixed = {**state.residents(), **trace.constants}
+        self._ready: dict[Position, Ready] = {}
+        for program in plan.programs:
+            self._ready[program.position] = self._prepare(program)
+        # Micro-batches that wait for their update, and what they left.
+        self._pending = 0
+        self._carried: dict[str, torch.Tensor] = {}
+        self._evaluations: dict[Any, Evaluation] = {}
         self._evaluated: Evaluation | None = None
 
     def __call__(self, *batches: Any) -> Any:
-        """Trains on one batch; returns this rank's loss, detached, as `loss_fn` returned it: alone or with its aux."""
+        """Trains on a batch, or on several micro-batches with one update; returns this rank's loss, detached.
+
+        As `loss_fn` returned it: alone or with its aux; of several, the mean loss, and a list of the aux of each.
+        Gradients are averaged over ranks and micro-batches, those of `accumulate` before included. A list or a dict is
+        one batch.
+        """
         self._usable("step")
-        if len(batches) != 1:
-            raise SpecError(f"step takes one batch, and got {len(batches)}: several micro-batches are not there yet")
-        return self._run(self.module, self.plan.program, self.trace, self._inputs, self._fixed, batches[0], grad=True)
+        if not batches:
+            raise SpecError("step takes a batch, or several micro-batches, and got none")
+        for batch in batches:
+            bind(self.trace, batch)
+        *before, last = batches
+        results = [self.accumulate(batch) for batch in before]
+        ready = self._at(Position.LAST if self._pending else Position.ONLY)
+        results.append(self._train(ready, last))
+        self._pending = 0
+        return results[0] if len(results) == 1 else _together(results)
+
+    def accumulate(self, batch: Any) -> Any:
+        """A micro-batch without the update; the next `step(batch)` finishes. Returns its loss as `step` does.
+
+        Between the two, parameters at stages 1 and 2 stay whole, and gradients are added up in fp32.
+        """
+        self._usable("accumulate")
+        ready = self._at(Position.MIDDLE if self._pending else Position.FIRST)
+        result = self._train(ready, batch)
+        self._pending += 1
+        return result
+
+    def _at(self, position: Position) -> Ready:
+        """What runs a micro-batch at a position; one that was not planned for is lowered now, within the budget."""
+        if position not in self._ready:
+            plan = self.plan
+            program = program_of(plan.graph, plan.ownership, plan.spec, position)
+            accept(replace(plan, programs=(program,)))
+            self._ready[position] = self._prepare(program)
+        return self._ready[position]
+
+    def _prepare(self, program: Program) -> Ready:
+        module = rewrite(self.trace, program, self._comm, self._shards, lambda: self._pending + 1)
+        return Ready(program, module, inputs(program), carried(program))
+
+    def _train(self, ready: Ready, batch: Any) -> Any:
+        fixed = {**self._fixed, **self._carried}
+        self._carried = {}
+        return self._run(ready, self.trace, fixed, batch, grad=True)
+
+    @property
+    def module(self) -> torch.fx.GraphModule:
+        """What runs the micro-batch with the update."""
+        return self._ready[self.plan.program.position].module
 
     def evaluate(self, batch: Any) -> Any:
         """This rank's loss on `batch` without gradients, in evaluation mode, as `loss_fn` returned it; a collective.
@@ -77,19 +126,18 @@ class TrainStep:
         model does to its buffers is as in its own `eval()`. Batches of another structure or shape than before are
         traced once; ranks may hold different shapes in one call. Communicates one number besides.
         """
-        self._usable("evaluate")
+        self._whole_step("evaluate")
         found = self._evaluation(batch)
         self._evaluated = found
         fixed = {**self._state.residents(), **found.trace.constants}
-        return self._run(found.module, found.program, found.trace, found.inputs, fixed, batch, grad=False)
+        return self._run(found.ready, found.trace, fixed, batch, grad=False)
 
     @property
     def evaluation(self) -> Schedule:
         """The schedule of the last evaluation."""
         if self._evaluated is None:
             raise StateError("evaluation: nothing has been evaluated yet")
-        program = self._evaluated.program
-        return Schedule(program, Memory(program), Traffic(program))
+        return Schedule((self._evaluated.ready.program,))
 
     def _evaluation(self, batch: Any) -> Evaluation:
         """What runs a batch like this one; where any rank has none, all ranks see that they agree on collectives."""
@@ -114,29 +162,23 @@ class TrainStep:
             del self._evaluations[next(iter(self._evaluations))]
         return made
 
-    def _run(
-        self,
-        module: torch.fx.GraphModule,
-        program: Program,
-        trace: Trace,
-        inputs: Sequence[str],
-        fixed: Mapping[str, torch.Tensor],
-        batch: Any,
-        *,
-        grad: bool,
-    ) -> Any:
+    def _run(self, ready: Ready, trace: Trace, fixed: dict[str, torch.Tensor], batch: Any, *, grad: bool) -> Any:
+        """`fixed` is emptied, so that nothing here holds what the program frees."""
         values = {**fixed, **bind(trace, batch)}
-        residents = [values[name] for name in inputs]
+        fixed.clear()
+        residents = [values[name] for name in ready.inputs]
         del values
         # Nothing here needs a gradient, but some kernels keep what their backward reads only where one could be asked
         # for; and the casts of an autocast are in the graph already.
         with torch.set_grad_enabled(grad), torch.autocast(self.plan.graph.device, enabled=False):
             try:
-                outputs = module(residents)
+                outputs = ready.module(residents)
             except Exception as error:
-                self._failed = explain(module, program, error)
+                self._failed = explain(ready.module, ready.program, error)
                 raise StepError(self._failed) from error
-        return trace.unflatten(outputs)
+        own = len(outputs) - len(ready.carried)
+        self._carried = dict(zip(ready.carried, outputs[own:], strict=True))
+        return trace.unflatten(outputs[:own])
 
     def residents(self) -> dict[str, torch.Tensor]:
         """What this rank holds of parameters, buffers and constants between steps, by value name."""
@@ -144,7 +186,7 @@ class TrainStep:
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Whole parameters and buffers under the model's own names, copied, on every rank; a collective."""
-        self._usable("full_state_dict")
+        self._whole_step("full_state_dict")
         return self._state.full()
 
     @contextmanager
@@ -153,7 +195,7 @@ class TrainStep:
 
         What is done to parameters inside is dropped at the end. Memory: the whole model.
         """
-        self._usable("whole_parameters")
+        self._whole_step("whole_parameters")
         with self._state.whole() as model:
             yield model
 
@@ -182,6 +224,13 @@ class TrainStep:
             # The others may never come to a barrier: leave without one.
             self._closed = self._state.closed = True
 
+    def _whole_step(self, what: str) -> None:
+        """Refuses what would see an optimizer step half done."""
+        self._usable(what)
+        if self._pending:
+            batches = f"{self._pending} micro-batch" + ("es" if self._pending > 1 else "")
+            raise StateError(f"{what}: {batches} wait for their update: finish with step(batch) first")
+
     def _usable(self, what: str) -> None:
         if self._closed:
             raise StateError(f"{what}: this step is closed")
@@ -189,6 +238,13 @@ class TrainStep:
             raise StateError(f"{what}: an earlier step failed, and what it left may be torn: {self._failed}")
         if self._state.whole_is_out:
             raise StateError(f"{what}: whole_parameters() is open, leave it first")
+
+
+def _together(results: Sequence[Any]) -> Any:
+    """The mean loss of several micro-batches; with aux, it and a list of theirs."""
+    if isinstance(results[0], tuple):
+        return torch.stack([loss for loss, _ in results]).mean(), [aux for _, aux in results]
+    return torch.stack(list(results)).mean()
 
 
 # Evaluations of different shapes that are kept; the oldest goes first.
