@@ -21,6 +21,7 @@ from zplan.planner.stages import AUTO, parse_stage
 from zplan.progress import Progress, quiet
 from zplan.runtime import agree
 from zplan.runtime.comm import Comm
+from zplan.runtime.optim import Clipping
 from zplan.runtime.state import State
 from zplan.runtime.step import TrainStep
 
@@ -123,6 +124,8 @@ def compile(
     plan: Plan | str | Path | None = None,
     strict: bool = False,
     group: dist.ProcessGroup | None = None,
+    clip: float | None = None,
+    skip_nonfinite: bool = False,
     sync: bool = True,
     stage: int | str | None = None,
     memory: int | str | None = None,
@@ -139,16 +142,22 @@ def compile(
     graph is another than the planned one (another device, other shapes), they are lowered again, the budget is checked
     again, and a warning says what differs, unless `strict`, which refuses. `group` defaults to the default process
     group; where there is none but the process was started by torchrun, one is made, and `close` gives it up again; else
-    the world is one rank. Parameters and buffers become rank 0's unless `sync=False`. Raises on every rank, with the
-    same words, when ranks fail or their plans differ.
+    the world is one rank. `clip`: gradients are scaled down so that their norm over all parameters is at most this, as
+    torch's `clip_grad_norm_` does (`float("inf")` only measures: `step.grad_norm`). `skip_nonfinite`: a step whose
+    gradients hold an infinity or a NaN updates nothing, on any rank, and `step.skipped` says so. Parameters and buffers
+    become rank 0's unless `sync=False`. Raises on every rank, with the same words, when ranks fail or their plans
+    differ.
     """
     asked = {"stage": stage, "memory": memory, "rules": rules, "bucket": bucket, "prefetch": prefetch, "depth": depth}
     asked["micro_batches"] = micro_batches
     asked = {name: value for name, value in asked.items() if value is not None}
     comm, owns_group = _comm(group, model)
+    clipping = Clipping(clip, skip_nonfinite)
 
     def make() -> tuple[Trace, Plan, torch.optim.Optimizer]:
         _has_weights(model)
+        if clip is not None and not clip > 0:
+            raise SpecError(f"clip {clip!r} is no norm: give a number above zero")
         if plan is not None and asked:
             raise SpecError(f"{', '.join(asked)}: a plan says that already; leave either out")
         given = plan if plan is None or isinstance(plan, Plan) else load_plan(plan)
@@ -162,13 +171,13 @@ def compile(
         return traced, made, groups_of(optimizer, model)[0]
 
     try:
-        traced, planned, stepper = agree.attempt(comm, make, lambda made: agree.of_plan(made[1]))
+        traced, planned, stepper = agree.attempt(comm, make, lambda made: agree.of_plan(made[1], clipping))
     except BaseException:
         if owns_group:
             dist.destroy_process_group()
         raise
     state = State(model, planned.ownership, comm, sync=sync)
-    return TrainStep(planned, traced, state, stepper, comm, loss_fn=loss_fn, owns_group=owns_group)
+    return TrainStep(planned, traced, state, stepper, comm, loss_fn=loss_fn, clipping=clipping, owns_group=owns_group)
 
 
 def _again(given: Plan, traced: Trace, comm: Comm, strict: bool) -> Plan:

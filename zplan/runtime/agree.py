@@ -7,6 +7,7 @@ from typing import TypeVar
 from zplan.errors import AgreementError
 from zplan.planner.plan import Plan
 from zplan.runtime.comm import Comm
+from zplan.runtime.optim import NO_CLIPPING, Clipping
 
 T = TypeVar("T")
 
@@ -51,7 +52,7 @@ def attempt(comm: Comm, make: Callable[[], T], report: Callable[[T], Report]) ->
     return made
 
 
-def of_plan(plan: Plan) -> Report:
+def of_plan(plan: Plan, clipping: Clipping = NO_CLIPPING) -> Report:
     """The hashes of a plan and the lines that tell two plans apart."""
     graph = plan.graph
     lines = [f"parameter {t.name}: {t.dtype}{list(t.shape)}, trained: {t.grad is not None}" for t in graph.tensors]
@@ -61,7 +62,9 @@ def of_plan(plan: Plan) -> Report:
     lines += [
         f"bucket {b.name}: stage {b.stage}, {len(b.slots)} tensors, part {b.part}" for b in plan.ownership.buckets
     ]
-    return Report(plan=plan.hash, spec=repr(plan.spec), lines=tuple(lines))
+    lines.append(f"{clipping}")
+    asked = f"{plan.spec!r}, {clipping}" if clipping else repr(plan.spec)
+    return Report(plan=f"{plan.hash} {clipping}" if clipping else plan.hash, spec=asked, lines=tuple(lines))
 
 
 def _differ(reports: list[Report]) -> str:

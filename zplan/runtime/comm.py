@@ -75,6 +75,14 @@ class Comm:
             self.retire(gathered)
         return mean
 
+    def total(self, value: torch.Tensor) -> torch.Tensor:
+        """value: the same shape on each rank -> its sum over ranks, in rank order."""
+        gathered = self.gather(value.detach().reshape(-1))
+        total = sum_in_rank_order(gathered, self.world).view(value.shape)
+        if self.group is not None:
+            self.retire(gathered)
+        return total
+
     def exchange(self, item: Any) -> list[Any]:
         """A small Python object of each rank, in rank order; pickled by torch between these ranks only."""
         if self.group is None:

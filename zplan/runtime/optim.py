@@ -1,11 +1,34 @@
 """Optim: the user's optimizer on what this rank owns."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from zplan.graph.optimizer import rebind
 from zplan.planner.ownership import Ownership, Slice
+from zplan.runtime.comm import Comm
+
+# Elements that are squared in fp64 at once: what that takes stays small beside any bucket.
+CHUNK = 1 << 16
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """What is done to gradients between their reduction and the update.
+
+    `norm`: the most that the norm of all gradients may be; they are scaled down to it (None: they are left as they
+    are). `skip`: where the norm is not finite, no rank updates anything.
+    """
+
+    norm: float | None = None
+    skip: bool = False
+
+    def __bool__(self) -> bool:
+        return self.norm is not None or self.skip
+
+
+NO_CLIPPING = Clipping()
 
 
 class Shards(torch.nn.Module):
@@ -21,11 +44,18 @@ class Shards(torch.nn.Module):
         ownership: Ownership,
         held: Mapping[str, torch.Tensor],
         *,
-        rank: int,
+        comm: Comm,
         buckets: Sequence[str],
+        clipping: Clipping,
     ) -> None:
         super().__init__()
+        rank = comm.rank
         self.optimizer = optimizer
+        self.comm = comm
+        self.clipping = clipping
+        self.norm: torch.Tensor | None = None
+        self.skipped = False
+        self._tensors = list(_pieces(ownership, buckets, rank))
         # A plain list: slices are no parameters of this module.
         self._where: list[tuple[torch.nn.Parameter, int, int, int]] = []
         order = {name: i for i, name in enumerate(buckets)}
@@ -40,6 +70,8 @@ class Shards(torch.nn.Module):
 
     def forward(self, *grads: torch.Tensor) -> None:
         """grads[i]: as `held` of the i-th bucket, averaged over ranks; views of it are given to the optimizer."""
+        if self.clipping and not self._clip(grads):
+            return
         for parameter, bucket, start, stop in self._where:
             parameter.grad = grads[bucket][start:stop].to(parameter.dtype)
         try:
@@ -47,6 +79,45 @@ class Shards(torch.nn.Module):
         finally:
             for parameter, *_ in self._where:
                 parameter.grad = None
+
+    def _clip(self, grads: Sequence[torch.Tensor]) -> bool:
+        """Whether to update. Communicates 8 bytes of each rank; all come to the same norm and the same answer."""
+        shared = grads[0].new_zeros(1, dtype=torch.float64) if grads else torch.zeros(1, dtype=torch.float64)
+        own = shared.clone()
+        for bucket, start, stop, whole in self._tensors:
+            (shared if whole else own).add_(_squares(grads[bucket][start:stop]))
+        self.norm = (shared + self.comm.total(own)).sqrt()[0]
+        self.skipped = self.clipping.skip and not bool(self.norm.isfinite())
+        if self.skipped:
+            return False
+        if self.clipping.norm is not None:
+            # As torch's clip_grad_norm_ has it.
+            scale = torch.clamp(self.clipping.norm / (self.norm + 1e-6), max=1.0)
+            for grad in grads:
+                grad.mul_(scale)
+        return True
+
+
+def _squares(grad: torch.Tensor) -> torch.Tensor:
+    """The sum of squares in fp64."""
+    total = grad.new_zeros(1, dtype=torch.float64)
+    for start in range(0, grad.numel(), CHUNK):
+        wide = grad[start : start + CHUNK].to(torch.float64)
+        total += wide.dot(wide)
+    return total
+
+
+def _pieces(ownership: Ownership, buckets: Sequence[str], rank: int) -> Iterator[tuple[int, int, int, bool]]:
+    """What this rank squares: (bucket, start, stop) in the gradient it holds, one for each tensor; and whether every
+    rank holds the same, so that it counts once."""
+    for index, name in enumerate(buckets):
+        bucket = ownership.bucket[name]
+        low = 0 if bucket.state_whole else rank * bucket.part
+        high = bucket.numel if bucket.state_whole else low + bucket.part
+        for slot in bucket.slots:
+            start, stop = max(slot.offset, low), min(slot.end, high)
+            if start < stop:
+                yield index, start - low, stop - low, bucket.state_whole
 
 
 def _base(ownership: Ownership, piece: Slice, rank: int) -> int:

@@ -19,7 +19,7 @@ from zplan.runtime import agree
 from zplan.runtime.comm import Comm
 from zplan.runtime.evaluation import Evaluation, make_evaluation
 from zplan.runtime.failure import explain
-from zplan.runtime.optim import Shards
+from zplan.runtime.optim import NO_CLIPPING, Clipping, Shards
 from zplan.runtime.rewrite import Ready, carried, inputs, rewrite
 from zplan.runtime.state import State
 
@@ -41,6 +41,7 @@ class TrainStep:
         comm: Comm,
         *,
         loss_fn: Callable[[Any, Any], Any] | None = None,
+        clipping: Clipping = NO_CLIPPING,
         owns_group: bool = False,
     ) -> None:
         self.plan = plan
@@ -54,7 +55,12 @@ class TrainStep:
         self._failed = ""
         updates = [x.buckets for x in plan.program.instructions if isinstance(x, Update)]
         self._shards = Shards(
-            optimizer, plan.ownership, state.held, rank=comm.rank, buckets=updates[0] if updates else ()
+            optimizer,
+            plan.ownership,
+            state.held,
+            comm=comm,
+            buckets=updates[0] if updates else (),
+            clipping=clipping,
         )
         self._fixed = {**state.residents(), **trace.constants}
         self._ready: dict[Position, Ready] = {}
@@ -179,6 +185,19 @@ class TrainStep:
         own = len(outputs) - len(ready.carried)
         self._carried = dict(zip(ready.carried, outputs[own:], strict=True))
         return trace.unflatten(outputs[:own])
+
+    @property
+    def grad_norm(self) -> torch.Tensor:
+        """The norm of all gradients of the last step before they were clipped, fp64, the same on every rank."""
+        if self._shards.norm is None:
+            asked = "no step has been made yet" if self._shards.clipping else "it is measured where clip= is given"
+            raise StateError(f"grad_norm: {asked}")
+        return self._shards.norm
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step updated nothing, because its gradients were not finite (`skip_nonfinite=True`)."""
+        return self._shards.skipped
 
     def residents(self) -> dict[str, torch.Tensor]:
         """What this rank holds of parameters, buffers and constants between steps, by value name."""
