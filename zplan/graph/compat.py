@@ -198,7 +198,8 @@ def straight_through_checkpoint(note: Callable[[Any], None]) -> Iterator[None]:
     """`torch.utils.checkpoint` calls its function and does nothing else inside; `note` gets the function.
 
     Traced as it is, a checkpointed region redraws its dropout masks: silently wrong gradients. User code holds
-    `checkpoint` itself, so the two things it calls are swapped, for the time of one trace. 2.13.
+    `checkpoint` itself, so the two things it calls are swapped, for the time of one trace. 2.11 and 2.13 call `old`;
+    2.14 keeps that name, but calls `new`.
     """
 
     def once(fn: Any, *_: Any, **__: Any) -> Iterator[None]:
@@ -210,8 +211,9 @@ def straight_through_checkpoint(note: Callable[[Any], None]) -> Iterator[None]:
         return fn(*args)
 
     module = torch.utils.checkpoint
+    old, new = "_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl"
     with (
-        patch.object(module, "_checkpoint_without_reentrant_generator", once),
+        patch.object(module, new if hasattr(module, new) else old, once),
         patch.object(module.CheckpointFunction, "apply", apply),
     ):
         yield
