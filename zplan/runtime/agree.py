@@ -77,4 +77,5 @@ def _differ(reports: list[Report]) -> str:
             lines.append(f"first difference: rank 0 has {mine}; rank {other} has {yours}")
             break
     lines.append("try: the same model, batch shapes, options and torch on every rank")
+    lines.append("a model that loops over a set (Gemma3's does) needs the same PYTHONHASHSEED on every rank")
     return "\n".join(lines)
