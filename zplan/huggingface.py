@@ -19,6 +19,8 @@ _CLASSES = ("ForSequenceClassification", "ForImageClassification")
 def job(directory: str | Path, *, batch: int, sequence: int) -> Job:
     """The first of the config's `architectures`, in training mode, on `meta`, in the config's dtype; its own loss.
 
+    Keys and values are not kept (`use_cache=False`): training reads none of them.
+
     Batches are [batch, sequence] tokens, or [batch, channels, height, width] images, whatever the class takes. Raises
     `SpecError` where there is no config, or no head with a loss.
     """

@@ -45,6 +45,93 @@ def test_schedule_as_json() -> None:
     assert max(row["live_bytes"] for row in found["instructions"]) <= found["peak_bytes"]
 
 
+def saved(folder: Path, name: str, *words: str) -> Path:
+    path = folder / name
+    found = call("plan", f"{JOBS}:tiny", "--world", "4", *words, "-o", str(path))
+    assert found.returncode == 0, found.stderr
+    assert f"saved to {path}" in found.stderr
+    return path
+
+
+def test_plan_compare_schedule_diff_and_run_go_together(tmp_path: Path) -> None:
+    three = saved(tmp_path, "three.json", "--stage", "3", "--rule", "0.*=0")
+    auto = saved(tmp_path, "auto.json", "--memory", "1MB")
+    printed = call("schedule", str(three)).stdout
+    assert "rule 1: 0.*" in printed
+    assert "world=4 stage=mixed position=only" in printed
+    same, differs = call("diff", str(three), str(three)), call("diff", str(auto), str(three))
+    assert (same.returncode, same.stdout) == (0, "the plans are the same\n")
+    assert differs.returncode == 1
+    assert "stage: auto -> 3" in differs.stdout
+    as_json = json.loads(call("diff", str(auto), str(three), "--json").stdout)
+    assert {"what": "stage", "before": "auto", "after": "3"} in as_json["asked"]
+    found = call("schedule", str(three), "--stage", "1")
+    assert "stage: " in found.stderr
+    assert "is a plan and says that already" in found.stderr
+
+
+def test_a_saved_plan_is_run(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    assert call("plan", f"{JOBS}:tiny", "--world", "2", "--stage", "2", "-o", str(path)).returncode == 0
+    found = call("run", f"{JOBS}:tiny", "--plan", str(path), "--strict", "--steps", "2", "--json", ranks=2)
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout)["plan"] == json.loads(path.read_text())["hash"]
+    other = call("run", f"{JOBS}:tiny", "--plan", str(path), "--steps", "2")
+    assert other.returncode == 1
+    assert "is for 2 ranks, and there are 1" in other.stderr
+
+
+def test_compare_says_which_stage_fits() -> None:
+    text = call("compare", f"{JOBS}:tiny", "--world", "4", "--memory", "18KB")
+    assert text.returncode == 0, text.stderr
+    assert "predicted time  not modelled yet" in text.stdout
+    assert "because: stage" in text.stdout
+    found = json.loads(call("compare", f"{JOBS}:tiny", "--world", "4", "--memory", "18KB", "--json").stdout)
+    assert [each["stage"] for each in found["stages"]] == [0, 1, 2, 3]
+    fits = [each["stage"] for each in found["stages"] if each["fits"]]
+    assert found["chosen"] == (fits[0] if fits else None)
+
+
+def test_plan_as_json_and_by_a_spec_file(tmp_path: Path) -> None:
+    file = tmp_path / "spec.toml"
+    file.write_text('world_size = 8\nstage = 2\n[[rules]]\npattern = "2.*"\nstage = 1\n')
+    found = json.loads(call("plan", f"{JOBS}:tiny", "--spec", str(file), "--stage", "3", "--json").stdout)
+    assert (found["world"], found["stage"], found["seconds"]) == (8, 3, None)
+    assert [each["stage"] for each in found["tensors"]] == [3, 3, 1, 1]
+    assert found["tensors"][2]["because"] == "rule 1: 2.*"
+
+
+def test_a_config_of_transformers_is_planned(tmp_path: Path) -> None:
+    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = call("plan", "--hf", str(tmp_path), "--batch", "2", "--seq", "16", "--world", "8", "--gpu", "l4")
+    assert found.returncode == 0, found.stderr
+    assert "device=cuda (traced on cpu)" in found.stdout
+    assert "note: traced on a CPU for CUDA" in found.stdout
+    assert "forward " in found.stderr, "seconds by phase"
+
+
+def test_estimate_prints_the_papers_numbers() -> None:
+    found = call("estimate", "--params", "7.5e9", "--world", "64", "--memory", "32GB")
+    assert found.returncode == 0, found.stderr
+    for number in ("120.00", "31.41", "16.64", "1.88"):
+        assert number in found.stdout
+    stages = json.loads(call("estimate", "--params", "7.5B", "--world", "64", "--json").stdout)
+    assert "7500000000" in json.dumps(stages)
+
+
+def test_shell_completion_is_there() -> None:
+    found = subprocess.run(
+        [sys.executable, "-m", "zplan"],
+        cwd=ROOT,
+        env={**ENVIRONMENT, "_ZPLAN_COMPLETE": "complete_bash", "COMP_WORDS": "zplan sch", "COMP_CWORD": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert found.stdout.split() == ["schedule"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -60,6 +147,18 @@ def test_schedule_as_json() -> None:
         (["schedule", f"{JOBS}:tiny", "--stage", "1", "--bucket", "big"], "SpecError: bucket 'big' is no size"),
         (["schedule", f"{JOBS}:tiny", "--stage", "1", "--world", "0"], "SpecError: world_size 0"),
         (["schedule", f"{JOBS}:item", "--stage", "1"], "jobs.py:"),
+        (["plan"], "SpecError: what is to be planned? give FILE.py:JOB"),
+        (
+            ["plan", f"{JOBS}:tiny", "--hf", "there"],
+            "SpecError: tests/jobs.py:tiny and --hf there: give one",
+        ),
+        (["plan", f"{JOBS}:tiny", "--rule", "0.*"], "SpecError: --rule '0.*' is no PATTERN=STAGE"),
+        (["plan", f"{JOBS}:tiny", "--rule", "9.*=1"], "SpecError: rule 1 '9.*' matches no parameter"),
+        (["plan", f"{JOBS}:tiny", "--gpu", "h10"], "SpecError: no GPU is known as 'h10'; nearest: h100"),
+        (["plan", f"{JOBS}:tiny", "--memory", "1KB"], "BudgetError: no stage fits: "),
+        (["plan", f"{JOBS}:tiny", "--spec", "none.toml"], "SpecError: none.toml cannot be read"),
+        (["diff", "a.json", "b.json"], "SpecError: plan file a.json cannot be read"),
+        (["estimate", "--params", "many"], "SpecError: params 'many'"),
         (["run", f"{JOBS}:no_batches", "--stage", "1"], "SpecError: tests/jobs.py:no_batches has no batches"),
         (["run", f"{JOBS}:no_optimizer", "--stage", "1"], "SpecError: tests/jobs.py:no_optimizer has no optimizer"),
     ],

@@ -214,6 +214,39 @@ def test_lifecycle(pool) -> None:
             assert found.startswith(start), found
 
 
+def asked_for_state(comm: Comm) -> list[str]:
+    case = CASES["gpt"]
+    model = build(case)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    words = []
+    with zplan.compile(model, case.loss_fn, case.batch(0), optimizer=case.optimizer, group=comm.group, stage=3) as step:
+        for ask in (model.state_dict, model.blocks[0].state_dict, lambda: model.load_state_dict(weights)):
+            try:
+                ask()
+            except zplan.StateError as error:
+                words.append(str(error))
+        assert list(step.full_state_dict()) == list(weights)
+        with step.whole_parameters() as whole:
+            assert list(whole.state_dict()) == list(weights)
+    try:
+        model.state_dict()
+    except zplan.StateError as error:
+        words.append(str(error))
+    return words
+
+
+def test_a_state_dict_of_shards_is_refused_with_the_way_to_the_whole_one(pool) -> None:
+    held = "but zplan holds its weights in shards"
+    for words in pool.run(2, asked_for_state):
+        assert words == [
+            f"GPT was asked for its state_dict, {held}: take step.full_state_dict()",
+            f"blocks.0 (Block) was asked for its state_dict, {held}: take step.full_state_dict()",
+            f"GPT was to load a state_dict, {held}: load it before compile",
+            "GPT was asked for its state_dict, but the step that held its weights is closed: take "
+            "step.full_state_dict() before close(), and load it into a model of your own",
+        ]
+
+
 def synced(comm: Comm, sync: bool) -> list[float]:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
     with torch.no_grad():

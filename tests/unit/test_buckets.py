@@ -198,3 +198,12 @@ def test_a_name_with_another_shape_makes_other_buckets() -> None:
     (tensor,) = graph.tensors
     wide = replace(graph, tensors=(replace(tensor, shape=(16, 16)),))
     assert buckets(graph) != buckets(wide)
+
+
+def test_a_tensor_above_the_limit_takes_small_ones_before_it_along() -> None:
+    """A norm before a matrix is no collective of its own; half a matrix before a matrix is."""
+    sizes = [64, 8 * 64, 2 * 64, 8 * 64]
+    graph = dag_graph([Param(size) for size in sizes], [Node(weights=(i,)) for i in range(len(sizes))])
+    choices = {tensor.name: Choice(3, "") for tensor in graph.tensors}
+    buckets = make_buckets(graph, choices, world=2, bucket_nbytes=4 * 64 * 4)
+    assert [[slot.numel for slot in bucket.slots] for bucket in buckets] == [[64, 512], [128], [512]]

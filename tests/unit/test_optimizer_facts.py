@@ -152,6 +152,11 @@ def test_wrong_factories_are_refused() -> None:
     stranger = nn.Parameter(torch.ones(5))
     with pytest.raises(SpecError, match=r"the optimizer factory returned a int, not a torch\.optim\.Optimizer"):
         groups_of(lambda named: 3, model)  # type: ignore[arg-type, return-value]
+    built = optim.AdamW(model.parameters())
+    with pytest.raises(SpecError, match=r"the optimizer is a AdamW that is built already: give what builds it, as"):
+        groups_of(built, model)  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=r"the optimizer is a str, not a function of \[\(name, parameter\), ...\]"):
+        groups_of("adamw", model)  # type: ignore[arg-type]
     with pytest.raises(SpecError, match=r"raised TypeError: .*\nit is called with \[\(name, parameter\), ...\]"):
         groups_of(functools.partial(optim.AdamW, speed=3), model)
     with pytest.raises(SpecError, match=r"optimizer group 0 holds a parameter of shape \(5,\) that is not the model's"):

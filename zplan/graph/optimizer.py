@@ -46,6 +46,13 @@ def groups_of(factory: Factory | None, model: nn.Module) -> tuple[optim.Optimize
     if not given:
         raise SpecError("the model has no trainable parameter: nothing for an optimizer to do")
     make: Factory = optim.AdamW if factory is None else factory
+    if isinstance(make, optim.Optimizer):
+        raise SpecError(
+            f"the optimizer is a {type(make).__name__} that is built already: give what builds it, as "
+            f"functools.partial(torch.optim.{type(make).__name__}, lr=3e-4), since each rank steps on its own shards"
+        )
+    if not callable(make):
+        raise SpecError(f"the optimizer is a {type(make).__name__}, not a function of [(name, parameter), ...]")
     try:
         optimizer = make(given)
     except Exception as error:

@@ -17,6 +17,9 @@ from zplan.units import ITEMSIZE
 # another way than the scalar tail behind them, so cuts elsewhere change last bits; and it keeps views aligned on CUDA.
 ALIGNMENT = 64
 
+# A tensor above the limit takes along what is at most this part of it: a norm before a matrix is no collective alone.
+ALONG = 8
+
 # What the tensors of a bucket have in common: dtype, stage, whether they train, the bytes they may travel in (None: as
 # all do), and the unit whose tensors are used far apart, or "".
 _Kind = tuple[str, int, bool, int | None, str]
@@ -92,8 +95,8 @@ def make_buckets(graph: Graph, choices: Mapping[str, Choice], *, world: int, buc
 
     A bucket holds one dtype, one stage, and only tensors that train or only tensors that do not. Units are put
     together while they fit in `bucket_nbytes`, or in what a rule says; a larger unit is cut between its tensors, a
-    tensor never. A unit whose tensors are used in places far apart (tied embeddings, a block applied twice) is not put
-    with others.
+    tensor never: one that is larger takes small ones before it along, up to an eighth of its own size. A unit whose
+    tensors are used in places far apart (tied embeddings, a block applied twice) is not put with others.
     """
     first, spread = _uses(graph)
     tensors = sorted(graph.tensors, key=lambda tensor: first.get(tensor.name, len(graph.ops)))
@@ -106,7 +109,7 @@ def make_buckets(graph: Graph, choices: Mapping[str, Choice], *, world: int, buc
             if current is not None and _nbytes([*current, *mine]) > limit:
                 current = None
             for tensor in mine:
-                if current is None or (_nbytes([*current, tensor]) > limit):
+                if current is None or not _travel(current, tensor, limit):
                     current = []
                     closed.append(current)
                     open_[key] = current
@@ -168,6 +171,13 @@ def _uses(graph: Graph) -> tuple[dict[str, int], frozenset[str]]:
 
 def _other_starts(starts: list[tuple[int, str]], positions: list[int], low: int, high: int, unit: str) -> bool:
     return any(other != unit for _, other in starts[bisect_right(positions, low) : bisect_left(positions, high)])
+
+
+def _travel(current: list[Tensor], tensor: Tensor, limit: int) -> bool:
+    """Whether a tensor goes with those before it: within the limit, or as one so large that they add little to it."""
+    alone = _nbytes([tensor])
+    before = _nbytes(current)
+    return before + alone <= limit or (alone > limit and before <= min(limit, alone // ALONG))
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:

@@ -142,7 +142,8 @@ def _bucket(bucket: Bucket | None) -> str:
     if bucket is None:
         return "-"
     size = format_bytes(bucket.nbytes)
-    return f"{bucket.name}, stage {bucket.stage}, {len(bucket.slots)} tensors from {bucket.slots[0].tensor}, {size}"
+    first, part = bucket.slots[0].tensor, format_bytes(bucket.part_nbytes)
+    return f"{bucket.name}, stage {bucket.stage}, {len(bucket.slots)} tensors from {first}, {size}, parts of {part}"
 
 
 def _program(one: Program, two: Program) -> Iterator[Change]:

@@ -13,6 +13,8 @@ from zplan.planner.program import part, whole
 from zplan.runtime.comm import Comm
 
 USE = "open `with step.whole_parameters() as model:` around it"
+SAVE = "take step.full_state_dict()"
+LOAD = "load it before compile"
 KEEP = "take step.full_state_dict() before close(), and load it into a model of your own"
 
 
@@ -74,13 +76,15 @@ class State:
             for slot in bucket.slots:
                 copy = _view(flat, slot).clone()
                 tensors |= dict.fromkeys(self._aliases[slot.tensor], copy)
-        for name, buffer in self.model.state_dict().items():
+        with self.unguarded() as model:
+            names = model.state_dict()
+        for name, buffer in names.items():
             if name not in tensors:
                 sent = buffer.detach().clone()
                 self.comm.broadcast(sent)
                 tensors[name] = sent.clone()
                 self.comm.retire(sent)
-        return {name: tensors[name] for name in self.model.state_dict()}
+        return {name: tensors[name] for name in names}
 
     @contextmanager
     def whole(self) -> Iterator[torch.nn.Module]:
@@ -137,14 +141,18 @@ class State:
 
     def _guard(self) -> None:
         for name, module in self.model.named_modules():
-            self._guards.append(module.register_forward_pre_hook(self._refuse(name)))
+            self._guards += [
+                module.register_forward_pre_hook(self._refuse(name, "was called", USE)),
+                module.register_state_dict_pre_hook(self._refuse(name, "was asked for its state_dict", SAVE)),
+                module.register_load_state_dict_pre_hook(self._refuse(name, "was to load a state_dict", LOAD)),
+            ]
 
-    def _refuse(self, name: str) -> Callable[[torch.nn.Module, Any], None]:
-        def refuse(module: torch.nn.Module, args: Any) -> None:
-            what = f"{name} ({type(module).__name__})" if name else type(module).__name__
+    def _refuse(self, name: str, what: str, help: str) -> Callable[..., None]:
+        def refuse(module: torch.nn.Module, *_: Any) -> None:
+            who = f"{name} ({type(module).__name__})" if name else type(module).__name__
             if self.closed:
-                raise StateError(f"{what} was called, but the step that held its weights is closed: {KEEP}")
-            raise StateError(f"{what} was called, but zplan holds its weights in shards: {USE}")
+                raise StateError(f"{who} {what}, but the step that held its weights is closed: {KEEP}")
+            raise StateError(f"{who} {what}, but zplan holds its weights in shards: {help}")
 
         return refuse
 
