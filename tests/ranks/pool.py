@@ -11,7 +11,6 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -56,13 +55,11 @@ class Pool:
         self._tasks = [context.Queue() for _ in range(self.size)]
         self._folder = tempfile.TemporaryDirectory()
         store = os.path.join(self._folder.name, "store")
-        # transformers' Gemma3 loops over a set of strings: its ops come in the order of the process's hash seed.
-        with patch.dict(os.environ, PYTHONHASHSEED="0"):
-            for rank in range(self.size):
-                arguments = (rank, self.size, store, self._tasks[rank], self._answers)
-                process = context.Process(target=_serve, args=arguments, daemon=True)
-                process.start()
-                self._processes.append(process)
+        for rank in range(self.size):
+            arguments = (rank, self.size, store, self._tasks[rank], self._answers)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            self._processes.append(process)
 
     def close(self) -> None:
         for process in self._processes:

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from zplan.errors import AgreementError
 from zplan.planner.plan import Plan
+from zplan.planner.program import LAUNCHES
 from zplan.runtime.comm import Comm
 
 T = TypeVar("T")
@@ -52,7 +53,7 @@ def attempt(comm: Comm, make: Callable[[], T], report: Callable[[T], Report]) ->
 
 
 def of_plan(plan: Plan) -> Report:
-    """The hashes of a plan and the lines that tell two plans apart."""
+    """What ranks must have alike, and the lines that tell two plans apart."""
     graph = plan.graph
     lines = [f"parameter {t.name}: {t.dtype}{list(t.shape)}, trained: {t.grad is not None}" for t in graph.tensors]
     lines += [f"optimizer {graph.optimizer.name}, group {g.index}: {g.options}" for g in graph.optimizer.groups]
@@ -61,7 +62,8 @@ def of_plan(plan: Plan) -> Report:
     lines += [
         f"bucket {b.name}: stage {b.stage}, {len(b.slots)} tensors, part {b.part}" for b in plan.ownership.buckets
     ]
-    return Report(plan=plan.hash, spec=repr(plan.spec), lines=tuple(lines))
+    lines += [f"collective {x!r}" for x in plan.program.instructions if isinstance(x, LAUNCHES)]
+    return Report(plan=plan.agreement, spec=repr(plan.spec), lines=tuple(lines))
 
 
 def _differ(reports: list[Report]) -> str:
@@ -77,5 +79,5 @@ def _differ(reports: list[Report]) -> str:
             lines.append(f"first difference: rank 0 has {mine}; rank {other} has {yours}")
             break
     lines.append("try: the same model, batch shapes, options and torch on every rank")
-    lines.append("a model that loops over a set (Gemma3's does) needs the same PYTHONHASHSEED on every rank")
+    lines.append("a model that takes the order of its layers from a set needs the same PYTHONHASHSEED on every rank")
     return "\n".join(lines)
