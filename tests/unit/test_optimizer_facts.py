@@ -31,7 +31,7 @@ def state_nbytes(optimizer: optim.Optimizer) -> int:
 
 def scratch_nbytes(step: Callable[[], object]) -> int:
     """The peak of real CPU allocations of one call, by the profiler: another way than the one that is tested."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         step()
     alive = peak = 0
     events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
@@ -57,6 +57,13 @@ def test_facts_are_those_of_real_steps(
     assert state_nbytes(optimizer) == facts.state_per_element * sum(sizes) + facts.state_per_slice * len(sizes)
     predicted = facts.scratch_largest * max(sizes) + facts.scratch_all * sum(sizes)
     assert predicted == pytest.approx(scratch_nbytes(optimizer.step), abs=0.1 * max(sizes))
+
+
+@pytest.mark.parametrize("kind", ELEMENT_WISE)
+def test_facts_do_not_depend_on_the_default_device(kind: type[optim.Optimizer]) -> None:
+    facts = measure(functools.partial(kind, lr=1e-3), nn.Linear(3, 3))
+    with torch.device("meta"):
+        assert measure(functools.partial(kind, lr=1e-3), nn.Linear(3, 3)) == facts
 
 
 def test_groups_keep_their_options_order_and_dtypes() -> None:

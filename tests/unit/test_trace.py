@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 import zplan
 from tests.bitwise import Storages, assert_aliases, assert_bitwise, inputs, snapshot
-from tests.models import GPT, OddMLP
+from tests.models import GPT, Block, OddMLP
 from zplan.errors import TraceError
 from zplan.graph import compat
 from zplan.graph.ir import OpKind, Phase
@@ -374,6 +375,25 @@ def test_checkpoint_is_called_straight_through(reentrant: bool) -> None:
     batch = model.make_batch(0)
     traced = trace(model, model.loss_fn, batch)
     assert "recomputed: blocks.0, blocks.1" in traced.graph.notes[-1]
+    assert traced.graph.regions == ("blocks.0", "blocks.1")
+    assert_bitwise(traced, model, model.loss_fn, batch)
+
+
+@pytest.mark.skipif(
+    inspect.signature(checkpoint).parameters["function"].default is inspect.Parameter.empty,
+    reason="the `checkpoint` of this torch (before 2.14) is no decorator",
+)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_method_decorated_with_checkpoint_is_called_straight_through(reentrant: bool) -> None:
+    class Decorated(Block):
+        forward = checkpoint(use_reentrant=reentrant)(Block.forward)
+
+    torch.manual_seed(0)
+    model = GPT(dropout=0.2)
+    for block in model.blocks:
+        block.__class__ = Decorated
+    batch = model.make_batch(0)
+    traced = trace(model, model.loss_fn, batch)
     assert traced.graph.regions == ("blocks.0", "blocks.1")
     assert_bitwise(traced, model, model.loss_fn, batch)
 

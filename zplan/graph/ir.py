@@ -186,6 +186,22 @@ class Graph:
             ]
         )
 
+    @cached_property
+    def structure(self) -> str:
+        """What is computed from what, whatever the order of ops and their names: equal where only these differ."""
+        of = {name: f"buffer {name}" for name in self.buffers} | {name: f"batch {name}" for name in self.batch}
+        of |= {tensor.name: f"parameter {tensor.name}" for tensor in self.tensors}
+        of |= {name: f"constant {name}" for name in self.constants}
+        ops = []
+        for op in self.ops:
+            found = digest([op.target, op.literals, op.phase.value, [of[name] for name in op.inputs]])
+            ops.append(found)
+            for index, name in enumerate(op.outputs):
+                value = self.values[name]
+                of[name] = f"{found} {index} {value.dtype}{value.shape}"
+        grads = [(tensor.name, of[tensor.grad]) for tensor in self.tensors if tensor.grad is not None]
+        return digest([sorted(ops), [of[name] for name in self.outputs], grads])
+
 
 def digest(content: Any) -> str:
     """Sixteen hex digits of SHA-256 over canonical JSON."""

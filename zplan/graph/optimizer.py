@@ -158,7 +158,9 @@ def _two_steps(optimizer: optim.Optimizer, index: int, slices: list[nn.Parameter
     rebind(optimizer, [slices if i == index else [] for i in range(len(optimizer.param_groups))])
     for parameter in slices:
         parameter.grad = torch.zeros_like(parameter)
-    with torch.enable_grad():
+    # Some optimizers make scalars on the default device, and read them: that fails where a user who plans from meta has
+    # set it to that. On every torch NAdam, RAdam, Adamax and ASGD do; on 2.11 Adam and AdamW too.
+    with torch.enable_grad(), torch.device("cpu"):
         optimizer.step()
         kept = {id(storage): storage.nbytes() for storage in _state(optimizer)}
         with _Peak() as peak:

@@ -14,7 +14,7 @@ from zplan.planner.choices import Choice, choose
 from zplan.planner.memory import Memory
 from zplan.planner.ownership import Ownership
 from zplan.planner.pipeline import build
-from zplan.planner.program import Position, Program
+from zplan.planner.program import LAUNCHES, Position, Program
 from zplan.planner.rows import where
 from zplan.planner.show import schedule_text, summary_text
 from zplan.planner.spec import Spec
@@ -83,6 +83,17 @@ class Plan:
         """Equal on every rank and in every run of the same model, spec and version of zplan."""
         buckets = [repr(bucket) for bucket in self.ownership.buckets]
         return digest([self.graph.hash, self.spec.model_dump(), buckets, [program.hash for program in self.programs]])
+
+    @cached_property
+    def agreement(self) -> str:
+        """What ranks must have alike. Ops may come in another order: models that loop over a set do not fix it."""
+        graph, buckets = self.graph, [repr(bucket) for bucket in self.ownership.buckets]
+        tensors = [(t.name, t.aliases, t.shape, t.dtype, t.trainable, t.group) for t in graph.tensors]
+        batch = [(name, graph.values[name].shape, graph.values[name].dtype) for name in graph.batch]
+        launches = [repr(x) for each in self.programs for x in each.instructions if isinstance(x, LAUNCHES)]
+        return digest(
+            [graph.structure, tensors, repr(graph.optimizer), batch, self.spec.model_dump(), buckets, launches]
+        )
 
     @cached_property
     def certificate(self) -> Certificate:

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from zplan.errors import AgreementError
 from zplan.planner.plan import Plan
+from zplan.planner.program import LAUNCHES
 from zplan.runtime.comm import Comm
 from zplan.runtime.optim import NO_CLIPPING, Clipping
 
@@ -53,7 +54,7 @@ def attempt(comm: Comm, make: Callable[[], T], report: Callable[[T], Report]) ->
 
 
 def of_plan(plan: Plan, clipping: Clipping = NO_CLIPPING) -> Report:
-    """The hashes of a plan and the lines that tell two plans apart."""
+    """What ranks must have alike, and the lines that tell two plans apart."""
     graph = plan.graph
     lines = [f"parameter {t.name}: {t.dtype}{list(t.shape)}, trained: {t.grad is not None}" for t in graph.tensors]
     lines += [f"optimizer {graph.optimizer.name}, group {g.index}: {g.options}" for g in graph.optimizer.groups]
@@ -62,9 +63,10 @@ def of_plan(plan: Plan, clipping: Clipping = NO_CLIPPING) -> Report:
     lines += [
         f"bucket {b.name}: stage {b.stage}, {len(b.slots)} tensors, part {b.part}" for b in plan.ownership.buckets
     ]
-    lines.append(f"{clipping}")
+    launches = (x for program in plan.programs for x in program.instructions if isinstance(x, LAUNCHES))
+    lines += [f"collective {x!r}" for x in launches]
     asked = f"{plan.spec!r}, {clipping}" if clipping else repr(plan.spec)
-    return Report(plan=f"{plan.hash} {clipping}" if clipping else plan.hash, spec=asked, lines=tuple(lines))
+    return Report(plan=f"{plan.agreement} {clipping}" if clipping else plan.agreement, spec=asked, lines=tuple(lines))
 
 
 def _differ(reports: list[Report]) -> str:
@@ -80,4 +82,5 @@ def _differ(reports: list[Report]) -> str:
             lines.append(f"first difference: rank 0 has {mine}; rank {other} has {yours}")
             break
     lines.append("try: the same model, batch shapes, options and torch on every rank")
+    lines.append("a model that takes the order of its layers from a set needs the same PYTHONHASHSEED on every rank")
     return "\n".join(lines)

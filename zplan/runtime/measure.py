@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from zplan.errors import SpecError
-from zplan.graph.compat import memory_events
+from zplan.graph.compat import memory_events, memory_profile
 from zplan.runtime.step import TrainStep, bind
 
 
@@ -27,8 +27,7 @@ def measure(step: TrainStep, *batches: Any) -> Measured:
     if step.plan.graph.device != "cpu":
         raise SpecError(f"measure reads CPU allocations, and this step runs on {step.plan.graph.device}")
     resident = sum(storages(step, batches[-1]).values())
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+    with memory_profile() as profile:
         result = step(*batches)
     del result
     now = most = 0
