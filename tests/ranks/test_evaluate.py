@@ -9,6 +9,7 @@ from torch import nn
 import zplan
 from tests import models
 from tests.ranks.training import ADAMW
+from zplan.planner.memory import Memory
 from zplan.planner.program import Gather, ReduceScatter, Update
 from zplan.runtime.comm import Comm
 
@@ -74,7 +75,7 @@ def evaluates(comm: Comm, stage: int) -> tuple[list[bool], dict[str, int], bool]
     after = step.full_state_dict()
     unchanged &= all(torch.equal(before[name], after[name]) for name in before)
     kinds = {kind.__name__: 0 for kind in (Gather, ReduceScatter, Update)}
-    for x in step.evaluation.program.instructions:
+    for x in step.evaluation.programs[0].instructions:
         if type(x).__name__ in kinds:
             kinds[type(x).__name__] += 1
     assert step._state.model.training
@@ -150,7 +151,7 @@ def schedule(comm: Comm) -> tuple[str, str, int]:
     except zplan.StateError as error:
         words = str(error)
     step.evaluate(model.make_batch(1))
-    return str(step.evaluation), words, step.plan.memory.peak_bytes - step.evaluation.memory.peak_bytes
+    return str(step.evaluation), words, step.plan.memory.peak_bytes - Memory(step.evaluation.programs[0]).peak_bytes
 
 
 def test_its_schedule_is_printed(pool) -> None:
