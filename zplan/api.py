@@ -160,6 +160,8 @@ def compile(
             raise SpecError(f"clip {clip!r} is no norm: give a number above zero")
         if plan is not None and asked:
             raise SpecError(f"{', '.join(asked)}: a plan says that already; leave either out")
+        if plan is not None and not isinstance(plan, (Plan, str, Path)):
+            raise SpecError(f"plan is a {type(plan).__name__}: give a Plan, or the file of one")
         given = plan if plan is None or isinstance(plan, Plan) else load_plan(plan)
         if given is None:
             options = {"stage": AUTO, **asked, "world_size": comm.world}

@@ -65,7 +65,10 @@ RuleOption = Annotated[
     typer.Option("--rule", metavar="PATTERN=STAGE", help="A stage for parameters by name, as wte.*=0; repeatable."),
 ]
 SpecOption = Annotated[
-    Path | None, typer.Option("--spec", help="A TOML or JSON file of these options and of rules; words here go first.")
+    Path | None,
+    typer.Option(
+        "--spec", help="A TOML or JSON file: stage, world_size, memory, bucket, ..., rules. Words here go first."
+    ),
 ]
 OpsOption = Annotated[bool, typer.Option("--ops", help="One row for each op, nothing folded.")]
 CollectivesOption = Annotated[
@@ -293,6 +296,8 @@ def run(
     )
     for name in ("world_size", "device"):
         asked.pop(name, None)
+    if strict and plan is None:
+        raise SpecError("--strict says how strictly a plan is taken: give --plan too")
     made = load_job(required(job))
     if made.optimizer is None:
         raise SpecError(f"{job} has no optimizer: give zplan.Job one, such as functools.partial(torch.optim.AdamW)")

@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 
 import pytest
@@ -114,9 +115,27 @@ def test_a_stage_that_was_asked_for_must_fit_too() -> None:
     assert "try: stage 3 (peaks at " in words
 
 
-def test_activations_alone_are_named_when_only_a_smaller_batch_would_do() -> None:
+def test_a_smaller_batch_is_named_where_activations_are_more_than_what_is_missing() -> None:
+    wide = chain_graph([Layer(numel=64, width=4096) for _ in range(6)])
+    least = min(plan.memory.peak_bytes for plan in auto.every_stage(wide, spec()))
+    with pytest.raises(BudgetError, match="a smaller batch: activations take "):
+        auto.decide(wide, spec(least - 1))
     words = over(1000)
-    assert words.splitlines()[-1].startswith("try: a smaller batch: activations take ")
+    assert "a smaller batch" not in words
+    assert words.splitlines()[-1] == "try: a smaller model, or several of these together: no change alone would do"
+
+
+def test_rules_are_named_where_they_are_what_does_not_fit() -> None:
+    assert "no rules (peaks at " in over(PEAKS[1], stage=1, rules=(Rule("*", stage=0),))
+    assert auto.decide(GRAPH, spec(PEAKS[1], stage=1)).stage == 1
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_more_ranks_are_tried_at_the_stage_that_was_asked_for(stage: int) -> None:
+    budget = PEAKS[stage] - 1
+    found = re.search(r"(\d+) ranks \(peaks at", over(budget, stage=stage))
+    assert found is not None
+    assert auto.decide(GRAPH, spec(budget, stage=stage, world_size=int(found.group(1)))).stage == stage
 
 
 def test_more_memory_never_gives_a_higher_stage() -> None:

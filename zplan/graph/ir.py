@@ -14,7 +14,7 @@ fx nodes and never hold a dot.
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import Any
@@ -181,7 +181,8 @@ class Graph:
                     for op in self.ops
                 ],
                 [self.outputs, self.buffers, self.batch, self.constants, self.device],
-                [self.optimizer.name, [repr(group) for group in self.optimizer.groups]],
+                # What an optimizer does with its states, not at which learning rate.
+                [self.optimizer.name, [repr(replace(group, options="")) for group in self.optimizer.groups]],
                 [sorted(self.storages.items()), [op.workspace for op in self.ops]],
             ]
         )

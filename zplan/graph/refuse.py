@@ -195,7 +195,13 @@ def explain(error: Exception, site: Site | None, phase: Phase) -> TraceError:
         return TraceError(f"the graph cannot be captured, {_LATER}\n{arrow(site)}\n{function} {what}\ntry: {help}")
     where = "the forward" if phase is Phase.FORWARD else "the backward"
     help = ""
-    if "a second time" in text or (site and ".backward(" in site.source):
+    if "INTERNAL ASSERT FAILED" in text:
+        text = "torch cannot capture a write into a tensor that is neither a parameter, a buffer nor an input"
+        help = "\ntry: register_buffer for what the forward writes into"
+    elif "Generator" in text:
+        text = "a torch.Generator of one's own cannot be captured"
+        help = "\ntry: the default generator (torch.manual_seed seeds it)"
+    elif "a second time" in text or (site and ".backward(" in site.source):
         help = "\ntry: return the loss and leave backward() to zplan"
     elif isinstance(error, compat.UNSUPPORTED):
         help = "\ntry: give the operator a fake implementation (torch.library.register_fake)"

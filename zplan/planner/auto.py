@@ -69,7 +69,7 @@ def _explain(words: str, certificate: Certificate, helps: list[str], every: list
         f"--> {certificate.where}",
         f"alive there: {', '.join(certificate.alive)}",
         *(every or ()),
-        f"try: {'; '.join(helps)}",
+        f"try: {'; '.join(helps) or 'a smaller model, or several of these together: no change alone would do'}",
     ]
     return "\n".join(lines)
 
@@ -81,7 +81,7 @@ def _helps(graph: Graph, spec: Spec, certificate: Certificate, progress: Progres
     free = spec.stage == AUTO
     stages = sorted({certificate.stage, max(STAGES)}) if free else [certificate.stage]
 
-    def fits(what: str, stages: Sequence[int] = stages, **changes: int) -> str:
+    def fits(what: str, stages: Sequence[int] = stages, **changes: object) -> str:
         """The words for a change that fits, or nothing."""
         for stage in stages:
             peak = make_plan(graph, spec.model_copy(update=changes), stage=stage).memory.peak_bytes
@@ -100,9 +100,12 @@ def _helps(graph: Graph, spec: Spec, certificate: Certificate, progress: Progres
         yield from _first(fits(f"buckets of {nbytes // 10**6}MB", bucket=nbytes) for nbytes in smaller)
     if free or certificate.stage > 0:
         worlds = [spec.world_size * times for times in MORE_RANKS]
-        yield from _first(fits(f"{world} ranks", [max(STAGES)], world_size=world) for world in worlds)
+        yield from _first(fits(f"{world} ranks", world_size=world) for world in worlds)
+    if spec.rules:
+        yield from _first([fits("no rules", rules=())])
     activations = make_plan(graph, spec, stage=certificate.stage).memory.by_category.get(Category.ACTIVATIONS, 0)
-    yield f"a smaller batch: activations take {format_bytes(activations)} at the peak"
+    if activations > certificate.over:
+        yield f"a smaller batch: activations take {format_bytes(activations)} at the peak"
 
 
 def _first(words: Iterable[str]) -> Iterator[str]:

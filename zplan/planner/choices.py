@@ -33,9 +33,8 @@ def choose(graph: Graph, *, default: int, rules: Sequence[Rule] = (), auto: bool
     names = [alias for tensor in graph.tensors for alias in tensor.aliases]
     for index, rule in enumerate(rules, 1):
         if not any(fnmatchcase(name, rule.pattern) for name in names):
-            raise SpecError(
-                f"rule {index} {rule.pattern!r} matches no parameter{nearest(rule.pattern.replace('*', ''), names)}"
-            )
+            near = nearest(rule.pattern.replace("*", ""), names) or f"; the first of them is {names[0]}"
+            raise SpecError(f"rule {index} {rule.pattern!r} matches no parameter{near}")
     otherwise = Choice(default, f"{'auto' if auto else 'default'}: stage {default}")
     return {tensor.name: _choose(tensor, rules, _annotated(graph, tensor) or otherwise) for tensor in graph.tensors}
 

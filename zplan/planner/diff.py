@@ -97,7 +97,7 @@ def _model(one: Graph, two: Graph) -> Iterator[Change]:
     if one.hash == two.hash:
         return
     yield from _fields({"device": one.device}, {"device": two.device})
-    yield from _fields({"optimizer": repr(one.optimizer)}, {"optimizer": repr(two.optimizer)})
+    yield from _fields(_optimizer(one), _optimizer(two))
 
     def batch(graph: Graph) -> dict[str, str]:
         return {name: f"{graph.values[name].dtype}{list(graph.values[name].shape)}" for name in graph.batch}
@@ -115,6 +115,11 @@ def _model(one: Graph, two: Graph) -> Iterator[Change]:
             made = (f"{each.dtype}{list(each.shape)}" for each in (value, other))
             yield Change(f"first value that differs, {name}", *made)
             return
+
+
+def _optimizer(graph: Graph) -> dict[str, str]:
+    facts = {"optimizer": graph.optimizer.name}
+    return facts | {f"optimizer group {group.index}, {group.dtype}": group.options for group in graph.optimizer.groups}
 
 
 def _tensors(one: Plan, two: Plan) -> Iterator[Change]:

@@ -124,6 +124,8 @@ def load(path: str | Path) -> Plan:
         raise SpecError(f"{name} is no text: zplan did not write it") from None
     try:
         content = json.loads(text)
+    except RecursionError:
+        raise SpecError(f"{name} is nested too deep: zplan did not write it") from None
     except json.JSONDecodeError as error:
         if text.lstrip().startswith('{"format":"' + FORMAT):
             raise SpecError(f"{name} is cut short or damaged at character {error.pos}: {error.msg.lower()}") from None

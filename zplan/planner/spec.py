@@ -77,7 +77,12 @@ class Spec(BaseModel):
     @field_validator("stage", mode="before")
     @classmethod
     def _stage(cls, value: object) -> int | str:
-        return AUTO if value == AUTO else parse_stage(value)
+        if value == AUTO:
+            return AUTO
+        try:
+            return parse_stage(value)
+        except SpecError as error:
+            raise SpecError(f"{error}, and 'auto'") from None
 
     @field_validator("memory", mode="before")
     @classmethod
@@ -134,7 +139,8 @@ def nearest(name: str, known: list[str]) -> str:
 
 def _words(error: ValidationError, known: list[str]) -> str:
     """The first fault, by the user's own name of the thing."""
-    first = error.errors()[0]
+    # A misspelt name explains the one that is missing.
+    first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
     name = ".".join(map(str, first["loc"])) or "options"
     if first["type"] == "extra_forbidden":
         return f"there is no option {name!r}{nearest(name, known) or '; there are ' + ', '.join(known)}"
