@@ -165,7 +165,7 @@ def lifecycle(comm: Comm) -> list[str]:
         for attempt in (
             lambda: model(case.batch(0)["tokens"]),
             lambda: model.blocks[0].up(torch.zeros(1)),
-            lambda: step(case.batch(0), case.batch(1)),
+            lambda: step(),
             lambda: step(case.batch(0)["tokens"]),
             lambda: step({**case.batch(0), "tokens": case.batch(0)["tokens"][:1]}),
             lambda: step({**case.batch(0), "tokens": case.batch(0)["tokens"].float()}),
@@ -203,7 +203,7 @@ def test_lifecycle(pool) -> None:
         expected = [
             "StateError: GPT was called, but zplan holds its weights in shards: open `with step.whole_parameters()",
             "StateError: blocks.0.up (Linear) was called",
-            "SpecError: step takes one batch, and got 2",
+            "SpecError: step takes a batch, or several micro-batches, and got none",
             "SpecError: the batch has another structure",
             "SpecError: batch.tokens is torch.int64[1, 16] on cpu, but torch.int64[2, 16] on cpu was traced",
             "SpecError: batch.tokens is torch.float32[2, 16]",
