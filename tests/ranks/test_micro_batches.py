@@ -155,6 +155,11 @@ def lifecycle(comm: Comm) -> list[str]:
             what()
         except zplan.ZplanError as error:
             words.append(f"{type(error).__name__}: {error}".splitlines()[0])
+    short = {name: value[:1] for name, value in case.batch(0).items()}
+    try:
+        step.accumulate(short)
+    except zplan.SpecError as error:
+        words.append(str(error))
     loss = step(case.batch(3))
     assert loss.isfinite()
     assert any(not torch.equal(before[name], tensor) for name, tensor in step.full_state_dict().items())
@@ -184,6 +189,7 @@ def test_what_would_see_a_step_half_done_is_refused(pool) -> None:
         ]
         assert words[3] == "SpecError: step takes a batch, or several micro-batches, and got none"
         assert words[4].startswith("SpecError: batch.tokens is torch.int64[1, 16]")
+        assert words[5].startswith("batch.tokens is torch.int64[1, 16]"), "what is pending is still there"
 
 
 def measured(comm: Comm, name: str, stage: int) -> tuple[list[int], list[int]]:

@@ -82,10 +82,9 @@ class TrainStep:
         self._usable("step")
         if not batches:
             raise SpecError("step takes a batch, or several micro-batches, and got none")
-        for batch in batches:
-            bind(self.trace, batch)
-        *before, last = batches
-        results = [self.accumulate(batch) for batch in before]
+        # All of them are looked at before the first one runs.
+        *before, last = [bind(self.trace, batch) for batch in batches]
+        results = [self._accumulate(batch) for batch in before]
         ready = self._at(Position.LAST if self._pending else Position.ONLY)
         results.append(self._train(ready, last))
         self._pending = 0
@@ -97,6 +96,9 @@ class TrainStep:
         Between the two, parameters at stages 1 and 2 stay whole, and gradients are added up in fp32.
         """
         self._usable("accumulate")
+        return self._accumulate(bind(self.trace, batch))
+
+    def _accumulate(self, batch: dict[str, torch.Tensor]) -> Any:
         ready = self._at(Position.MIDDLE if self._pending else Position.FIRST)
         result = self._train(ready, batch)
         self._pending += 1
@@ -115,10 +117,10 @@ class TrainStep:
         module = rewrite(self.trace, program, self._comm, self._shards, lambda: self._pending + 1)
         return Ready(program, module, inputs(program), carried(program))
 
-    def _train(self, ready: Ready, batch: Any) -> Any:
-        fixed = {**self._fixed, **self._carried}
+    def _train(self, ready: Ready, batch: dict[str, torch.Tensor]) -> Any:
+        values = {**self._fixed, **self._carried, **batch}
         self._carried = {}
-        return self._run(ready, self.trace, fixed, batch, grad=True)
+        return self._run(ready, self.trace, values, grad=True)
 
     @property
     def module(self) -> torch.fx.GraphModule:
@@ -135,8 +137,8 @@ class TrainStep:
         self._whole_step("evaluate")
         found = self._evaluation(batch)
         self._evaluated = found
-        fixed = {**self._state.residents(), **found.trace.constants}
-        return self._run(found.ready, found.trace, fixed, batch, grad=False)
+        values = {**self._state.residents(), **found.trace.constants, **bind(found.trace, batch)}
+        return self._run(found.ready, found.trace, values, grad=False)
 
     @property
     def evaluation(self) -> Schedule:
@@ -168,12 +170,10 @@ class TrainStep:
             del self._evaluations[next(iter(self._evaluations))]
         return made
 
-    def _run(self, ready: Ready, trace: Trace, fixed: dict[str, torch.Tensor], batch: Any, *, grad: bool) -> Any:
-        """`fixed` is emptied, so that nothing here holds what the program frees."""
-        values = {**fixed, **bind(trace, batch)}
-        fixed.clear()
+    def _run(self, ready: Ready, trace: Trace, values: dict[str, torch.Tensor], *, grad: bool) -> Any:
+        """`values` is emptied, so that nothing here holds what the program frees."""
         residents = [values[name] for name in ready.inputs]
-        del values
+        values.clear()
         # Nothing here needs a gradient, but some kernels keep what their backward reads only where one could be asked
         # for; and the casts of an autocast are in the graph already.
         with torch.set_grad_enabled(grad), torch.autocast(self.plan.graph.device, enabled=False):
