@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from zplan.planner.show import compare_text as compare
     from zplan.planner.spec import Rule, load_spec
     from zplan.planner.stages import STAGES
+    from zplan.precision import Precision
     from zplan.runtime.measure import measure
     from zplan.runtime.step import TrainStep
 
@@ -31,6 +32,7 @@ _HOME = {
     "CheckError": ("zplan.errors", "CheckError"),
     "Job": ("zplan.api", "Job"),
     "Plan": ("zplan.planner.plan", "Plan"),
+    "Precision": ("zplan.precision", "Precision"),
     "Rule": ("zplan.planner.spec", "Rule"),
     "STAGES": ("zplan.planner.stages", "STAGES"),
     "SpecError": ("zplan.errors", "SpecError"),
@@ -56,6 +58,7 @@ __all__ = [
     "CheckError",
     "Job",
     "Plan",
+    "Precision",
     "Rule",
     "SpecError",
     "StateError",

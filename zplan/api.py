@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from zplan.errors import SpecError
+from zplan.graph.lift import dtype_of
 from zplan.graph.optimizer import groups_of
 from zplan.graph.trace import STAGE, Trace, trace
 from zplan.planner import auto, planfile
@@ -18,6 +19,7 @@ from zplan.planner.plan import Plan
 from zplan.planner.relower import relower
 from zplan.planner.spec import Rule, Spec, make_spec
 from zplan.planner.stages import AUTO, parse_stage
+from zplan.precision import Precision
 from zplan.progress import Progress, quiet
 from zplan.runtime import agree
 from zplan.runtime.comm import Comm
@@ -65,6 +67,7 @@ def plan(
     prefetch: int = 1,
     depth: int = 2,
     micro_batches: int = 1,
+    precision: str | Precision | None = None,
     progress: Progress = quiet,
 ) -> Plan:
     """Traces one micro-batch and plans it for `world_size` ranks; runs nothing, and leaves the model as it is.
@@ -75,7 +78,8 @@ def plan(
     type that will run it, by default where the model lives; for "cuda" without one at hand, operators are those of a
     CPU, and the plan says so. `rules` go before annotations. `bucket` bounds the bytes that travel together, `prefetch`
     is how many buckets ahead gathers are launched, `depth` how many reductions may be in flight, `micro_batches` how
-    many batches like this one an optimizer step has. `progress` is called
+    many batches like this one an optimizer step has. `precision`: "bf16" computes in bf16 and holds and updates fp32
+    masters of what is trained; a `Precision` says more; None is as the model's parameters are. `progress` is called
     with the name of each phase as it begins. Raises `SpecError` for options, `TraceError` for models, `BudgetError`.
     """
     traced, spec = _traced(
@@ -93,6 +97,7 @@ def plan(
         prefetch=prefetch,
         depth=depth,
         micro_batches=micro_batches,
+        precision=precision,
     )
     return auto.decide(traced.graph, spec, progress=progress)
 
@@ -134,6 +139,7 @@ def compile(
     prefetch: int | None = None,
     depth: int | None = None,
     micro_batches: int | None = None,
+    precision: str | Precision | None = None,
     progress: Progress = quiet,
 ) -> TrainStep:
     """Plans for the ranks of `group` and returns the training step; takes the model's parameters over.
@@ -148,8 +154,8 @@ def compile(
     become rank 0's unless `sync=False`. Raises on every rank, with the same words, when ranks fail or their plans
     differ.
     """
-    asked = {"stage": stage, "memory": memory, "rules": rules, "bucket": bucket, "prefetch": prefetch, "depth": depth}
-    asked["micro_batches"] = micro_batches
+    asked: dict[str, Any] = {"stage": stage, "memory": memory, "rules": rules, "bucket": bucket, "prefetch": prefetch}
+    asked |= {"depth": depth, "micro_batches": micro_batches, "precision": precision}
     asked = {name: value for name, value in asked.items() if value is not None}
     comm, owns_group = _comm(group, model)
     clipping = Clipping(clip, skip_nonfinite)
@@ -168,9 +174,11 @@ def compile(
             traced, spec = _traced(model, loss_fn, batch, optimizer, None, progress, **options)
             made = auto.decide(traced.graph, spec, progress=progress)
         else:
-            traced = trace(model, loss_fn, batch, optimizer=optimizer, progress=progress)
+            precise = given.spec.precision
+            traced = trace(model, loss_fn, batch, optimizer=optimizer, precision=precise, progress=progress)
             made = _again(given, traced, comm, strict)
-        return traced, made, groups_of(optimizer, model)[0]
+        held = {tensor.name: dtype_of(tensor.held) for tensor in made.graph.tensors}
+        return traced, made, groups_of(optimizer, model, held=held)[0]
 
     try:
         traced, planned, stepper = agree.attempt(comm, make, lambda made: agree.of_plan(made[1], clipping))
@@ -214,7 +222,16 @@ def _traced(
             "traced on a CPU for CUDA: operators are those of a CPU, and a GPU's may keep more or less; the peak is an "
             "estimate",
         )
-    traced = trace(model, loss_fn, batch, optimizer=optimizer, device=place, runs_on=runs_on.type, progress=progress)
+    traced = trace(
+        model,
+        loss_fn,
+        batch,
+        optimizer=optimizer,
+        device=place,
+        runs_on=runs_on.type,
+        precision=spec.precision,
+        progress=progress,
+    )
     if note:
         traced = replace(traced, graph=replace(traced.graph, notes=(*traced.graph.notes, *note)))
     if spec.memory is None and runs_on.type == "cuda" and torch.cuda.is_available():

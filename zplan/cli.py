@@ -60,6 +60,9 @@ DepthOption = Annotated[int | None, typer.Option(help="How many reductions may b
 MicroOption = Annotated[
     int | None, typer.Option("--micro-batches", help="Batches of one optimizer step; 1 by default.")
 ]
+PrecisionOption = Annotated[
+    str | None, typer.Option("--precision", help="bf16 or fp16 with fp32 masters; by default as the model is.")
+]
 RuleOption = Annotated[
     list[str] | None,
     typer.Option("--rule", metavar="PATTERN=STAGE", help="A stage for parameters by name, as wte.*=0; repeatable."),
@@ -105,6 +108,7 @@ def plan(
     prefetch: PrefetchOption = None,
     depth: DepthOption = None,
     micro_batches: MicroOption = None,
+    precision: PrecisionOption = None,
     rule: RuleOption = None,
     spec: SpecOption = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Save the plan to this file.")] = None,
@@ -115,7 +119,7 @@ def plan(
     A model may be a job of yours, or, with --hf, any transformers config.
     """
     options = {"memory": memory, "stage": stage, "bucket": bucket, "prefetch": prefetch, "depth": depth}
-    options["micro_batches"] = micro_batches
+    options |= {"micro_batches": micro_batches, "precision": precision}
     asked = merged(spec, gpu, rule, world=world, **options)
     with shown() as progress:
         import zplan
@@ -142,6 +146,7 @@ def compare(
     prefetch: PrefetchOption = None,
     depth: DepthOption = None,
     micro_batches: MicroOption = None,
+    precision: PrecisionOption = None,
     rule: RuleOption = None,
     spec: SpecOption = None,
     json_: JsonOption = False,
@@ -157,6 +162,7 @@ def compare(
         prefetch=prefetch,
         depth=depth,
         micro_batches=micro_batches,
+        precision=precision,
     )
     asked.pop("stage", None)
     with shown() as progress:
@@ -189,6 +195,7 @@ def schedule(
     prefetch: PrefetchOption = None,
     depth: DepthOption = None,
     micro_batches: MicroOption = None,
+    precision: PrecisionOption = None,
     rule: RuleOption = None,
     spec: SpecOption = None,
     ops: OpsOption = False,
@@ -197,7 +204,7 @@ def schedule(
 ) -> None:
     """Print a plan and its schedule, step by step: collectives, runs, frees, live bytes."""
     options = {"memory": memory, "stage": stage, "bucket": bucket, "prefetch": prefetch, "depth": depth}
-    options["micro_batches"] = micro_batches
+    options |= {"micro_batches": micro_batches, "precision": precision}
     asked = merged(spec, gpu, rule, world=world, **options)
     if job is not None and hf is None and job.endswith(".json"):
         if asked:
@@ -271,6 +278,7 @@ def run(
     prefetch: PrefetchOption = None,
     depth: DepthOption = None,
     micro_batches: MicroOption = None,
+    precision: PrecisionOption = None,
     rule: RuleOption = None,
     spec: SpecOption = None,
     seed: Annotated[int, typer.Option(help="Rank r seeds torch with seed + r.")] = 0,
@@ -293,6 +301,7 @@ def run(
         prefetch=prefetch,
         depth=depth,
         micro_batches=micro_batches,
+        precision=precision,
     )
     for name in ("world_size", "device"):
         asked.pop(name, None)

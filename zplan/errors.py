@@ -3,6 +3,10 @@
 The first ones tell the user what to change. `CheckError` alone is a fault of zplan itself.
 """
 
+from difflib import get_close_matches
+
+from pydantic import ValidationError
+
 
 class ZplanError(Exception):
     """The root of every error here: catch it to catch all of them."""
@@ -34,3 +38,21 @@ class BudgetError(ZplanError):
 
 class CheckError(ZplanError):
     """A program breaks a law. This is a fault of zplan, not of the model: please report it."""
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """`; nearest: a, b`, or nothing where nothing is near."""
+    found = get_close_matches(name, known, n=3, cutoff=0.5)
+    return f"; nearest: {', '.join(found)}" if found else ""
+
+
+def words_of(error: ValidationError, known: list[str]) -> str:
+    """The first fault, by the user's own name of the thing."""
+    # A misspelt name explains the one that is missing.
+    first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
+    name = ".".join(map(str, first["loc"])) or "options"
+    if first["type"] == "extra_forbidden":
+        return f"there is no option {name!r}{nearest(name, known) or '; there are ' + ', '.join(known)}"
+    if first["type"] == "missing":
+        return f"{name} is missing"
+    return f"{name} {first.get('input')!r}: {first['msg'].lower()}"

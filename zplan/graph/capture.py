@@ -8,7 +8,7 @@ import sys
 from bisect import bisect_right
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -110,12 +110,17 @@ def capture(
     wanted: Sequence[str],
     device: torch.device | None,
     evaluate: bool = False,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    casts: Callable[[], AbstractContextManager[None]] = nullcontext,
+    loss_scale: torch.Tensor | None = None,
     progress: Progress = quiet,
 ) -> Capture:
     """`wanted`: the parameters whose gradients are asked for. `device`: where everything is to live; None: as it is.
 
-    `evaluate`: the model is in evaluation mode, and nothing is kept for a backward.
+    `evaluate`: the model is in evaluation mode, and nothing is kept for a backward. `dtypes`: of parameters, where that
+    is not their own. `casts`: entered around the loss. `loss_scale`: a constant, the gradient of the loss.
     """
+    dtypes = {} if dtypes is None else dtypes
     mode = compat.fake_mode()
     recorder = _Recorder(model, mode, progress)
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
@@ -134,6 +139,7 @@ def capture(
             stack.enter_context(compat.straight_through_checkpoint(recorder.checkpoint))
             stack.enter_context(compat.autocast_cache())
             stack.enter_context(torch.set_grad_enabled(not evaluate))
+            stack.enter_context(casts())
             result = loss_fn(model, batch.rebuild(leaves))
             loss = refuse.loss(result, trains=not evaluate)
             outputs = Leaves.of(result, "output")
@@ -145,14 +151,15 @@ def capture(
             grads: Sequence[torch.Tensor | None] = ()
             if not evaluate:
                 recorder.backward(loss, known=[*own, *bs, *leaves], loss_fn=loss_fn)
-                grads = torch.autograd.grad(loss, [held[name] for name in wanted], allow_unused=True)
+                seed = None if loss_scale is None else loss_scale.to(loss.dtype).expand_as(loss)
+                grads = torch.autograd.grad(loss, [held[name] for name in wanted], seed, allow_unused=True)
                 recorder.end()
             after = _buffers_after(model, tied)
         return [*detached, *grads, *after, *ps, *leaves]
 
     recorder.root = micro_batch.__code__
     fakes = (
-        [_fake(p, device, mode, contiguous=True) for p in parameters.values()],
+        [_fake(p, device, mode, contiguous=True, dtype=dtypes.get(name)) for name, p in parameters.items()],
         [_fake(b, device, mode) for b in buffers.values()],
         [_fake(leaf, device, mode) for leaf in batch.tensors.values()],
     )
@@ -426,12 +433,19 @@ def names_of(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, 
     return {names[0]: tuple(names) for names in aliases.values()}
 
 
-def _fake(tensor: torch.Tensor, device: torch.device | None, mode: Any, *, contiguous: bool = False) -> torch.Tensor:
+def _fake(
+    tensor: torch.Tensor,
+    device: torch.device | None,
+    mode: Any,
+    *,
+    contiguous: bool = False,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     place = device or (torch.device("cpu") if tensor.device.type == "meta" else tensor.device)
     strides = None if contiguous else tensor.stride()
     with mode:
         if strides is None:
-            fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=place)
+            fake = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=place)
         else:
             fake = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=place)
     return fake.requires_grad_(tensor.requires_grad)

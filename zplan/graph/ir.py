@@ -78,7 +78,8 @@ class Tensor:
     """A parameter of the model; tied ones appear once, with every name in `aliases` (the first is `name`).
 
     `grad` is the value that holds its gradient, None where it gets none (frozen, unused, in no optimizer group).
-    `module` is the module that holds it; `group` the index of its optimizer group.
+    `module` is the module that holds it; `group` the index of its optimizer group. `dtype` is what it computes in;
+    `master` the dtype in which it is held and updated between steps, "" where that is the same.
     """
 
     name: str
@@ -89,6 +90,12 @@ class Tensor:
     trainable: bool
     grad: str | None
     group: int | None
+    master: str = ""
+
+    @property
+    def held(self) -> str:
+        """The dtype in which it is held and updated between steps."""
+        return self.master or self.dtype
 
     @property
     def numel(self) -> int:
@@ -174,7 +181,7 @@ class Graph:
         """Names, shapes, dtypes and ops: the same for the same model on every rank and in every run."""
         return digest(
             [
-                [(t.name, t.aliases, t.shape, t.dtype, t.trainable, t.grad, t.group) for t in self.tensors],
+                [(t.name, t.aliases, t.shape, t.dtype, t.trainable, t.grad, t.group, t.master) for t in self.tensors],
                 sorted((v.name, v.shape, v.dtype, v.storage) for v in self.values.values()),
                 [
                     (op.name, op.target, op.inputs, op.outputs, op.phase.value, op.kind.value, op.literals)

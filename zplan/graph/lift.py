@@ -45,6 +45,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _DTYPES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
+def dtype_of(name: str) -> torch.dtype:
+    """What `dtype_name` gives this name."""
+    return next((dtype for dtype, short in _DTYPES.items() if short == name), None) or getattr(torch, name)
+
+
 def lift(draft: Draft) -> Lifted:
     return _Lift(draft).lifted
 

@@ -36,10 +36,19 @@ _ON_META = 1 << 20
 _ON_CPU = 1 << 12
 
 
-def groups_of(factory: Factory | None, model: nn.Module) -> tuple[optim.Optimizer, dict[str, int]]:
-    """Calls the factory with the model's trainable parameters, on meta, by name. Returns it and name -> group index."""
+Held = Mapping[str, torch.dtype]
+
+
+def groups_of(
+    factory: Factory | None, model: nn.Module, *, held: Held | None = None
+) -> tuple[optim.Optimizer, dict[str, int]]:
+    """Calls the factory with the model's trainable parameters, on meta, by name. Returns it and name -> group index.
+
+    `held`: the dtypes in which they are updated, where these are not the model's.
+    """
+    held = {} if held is None else held
     given = [
-        (name, nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")))
+        (name, nn.Parameter(torch.empty(parameter.shape, dtype=held.get(name, parameter.dtype), device="meta")))
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     ]
@@ -98,13 +107,13 @@ def rebind(optimizer: optim.Optimizer, slices: Sequence[Sequence[torch.Tensor]])
                 optimizer.state[parameter] = {"step": step, "sum": torch.full_like(parameter, start)}
 
 
-def measure(factory: Factory | None, model: nn.Module, *, device: str = "cpu") -> Optimizer:
+def measure(factory: Factory | None, model: nn.Module, *, device: str = "cpu", held: Held | None = None) -> Optimizer:
     """Facts of each (group, dtype), by real steps on synthetic slices. On CUDA torch's default is `foreach`."""
     optimizer, groups = groups_of(factory, model)
     dtypes: dict[int, dict[torch.dtype, None]] = {}
     for name, parameter in model.named_parameters():
         if name in groups:
-            dtypes.setdefault(groups[name], {})[parameter.dtype] = None
+            dtypes.setdefault(groups[name], {})[(held or {}).get(name, parameter.dtype)] = None
     facts = []
     for index in sorted(dtypes):
         options = _options(optimizer.param_groups[index])

@@ -15,9 +15,11 @@ from zplan.graph import refuse
 from zplan.graph.capture import Capture, Leaves, LossFn, capture, names_of
 from zplan.graph.clean import clean
 from zplan.graph.draft import Draft, constant_names, refuse_mutation
+from zplan.graph.dtypes import Dtypes, casts, dtypes_of
 from zplan.graph.ir import Graph, Optimizer, Tensor
 from zplan.graph.lift import Lifted, dtype_name, lift
 from zplan.graph.optimizer import Factory, groups_of, measure
+from zplan.precision import Precision
 from zplan.progress import Progress, quiet
 
 # The attribute that `zplan.annotate` leaves on a module.
@@ -35,7 +37,7 @@ class Trace:
     `node`: value -> the node that holds it. `op_nodes`: op -> its call and the getitems that unpack it.
     `constants`: tensors that were closed over, by value; in `module` they are attributes.
     `batch_names`, `batch_leaves`: all leaves of the batch; a tensor is there as a meta tensor, another leaf as it was.
-    `output_fixed`: what loss_fn returned beside tensors, by position among all leaves.
+    `output`: what loss_fn returned. `loss_scale`: the one of `constants` that gradients come multiplied by, if any.
     """
 
     graph: Graph
@@ -47,6 +49,7 @@ class Trace:
     batch_names: tuple[str, ...]
     batch_leaves: tuple[Any, ...]
     output: Leaves
+    loss_scale: torch.Tensor | None = None
 
     @property
     def output_spec(self) -> Any:
@@ -66,13 +69,14 @@ def trace(
     device: torch.device | str | None = None,
     runs_on: str | None = None,
     evaluate: bool = False,
+    precision: Precision | None = None,
     progress: Progress = quiet,
 ) -> Trace:
     """Runs `loss_fn(model, batch)` and its backward once without memory or values; the model is left as it was.
 
     `device`: where everything is to live; None: where it is, and the CPU for what is on meta. `runs_on`: the type of
     device whose optimizer step is measured; None: the traced one. `evaluate`: the loss alone, without gradients, in
-    evaluation mode; no optimizer is asked.
+    evaluation mode; no optimizer is asked. `precision`: parameters take part in its dtypes.
     """
     if not callable(loss_fn):
         raise TraceError(f"loss_fn is a {type(loss_fn).__name__}, not a function of (model, batch)")
@@ -86,10 +90,24 @@ def trace(
         raise TraceError("no parameter to train: none has requires_grad=True and is in an optimizer group")
     place = None if device is None else torch.device(device)
     wanted = [name for name, _ in model.named_parameters() if name in groups]
-    captured = capture(model, loss_fn, leaves, wanted=wanted, device=place, evaluate=evaluate, progress=progress)
+    dtypes = dtypes_of(model, precision, groups)
+    loss_scale = _loss_scale(model, place) if precision is not None and precision.scales and not evaluate else None
+    captured = capture(
+        model,
+        loss_fn,
+        leaves,
+        wanted=wanted,
+        device=place,
+        evaluate=evaluate,
+        dtypes={name: each.compute for name, each in dtypes.items()},
+        casts=lambda: casts(model, precision),
+        loss_scale=loss_scale,
+        progress=progress,
+    )
     progress("clean", 0)
     draft = Draft.of(captured)
     names = constant_names(draft, captured, model, loss_fn)
+    names |= {node: "" for node in names if getattr(captured.module, str(node.target)) is loss_scale}
     refuse_mutation(draft, names)
     clean(draft)
     captured.module.recompile()
@@ -98,7 +116,7 @@ def trace(
     lifted = lift(draft)
     progress("optimizer", 0)
     graph = Graph(
-        tensors=tensors_of(model, draft, lifted, groups),
+        tensors=tensors_of(model, draft, lifted, groups, dtypes),
         values=lifted.values,
         storages=lifted.storages,
         ops=lifted.ops,
@@ -108,7 +126,7 @@ def trace(
         constants=tuple(lifted.constants),
         optimizer=Optimizer("none", ())
         if evaluate
-        else measure(optimizer, model, device=runs_on or captured.device.type),
+        else measure(optimizer, model, device=runs_on or captured.device.type, held=_held(dtypes)),
         device=captured.device.type,
         stages=stages_of(model),
         regions=captured.checkpointed,
@@ -124,25 +142,39 @@ def trace(
         batch_names=leaves.paths,
         batch_leaves=leaves.fill([torch.empty_like(leaf, device="meta") for leaf in leaves.tensors.values()]),
         output=captured.outputs,
+        loss_scale=loss_scale,
     )
 
 
-def tensors_of(model: nn.Module, draft: Draft, lifted: Lifted, groups: Mapping[str, int]) -> tuple[Tensor, ...]:
+def _loss_scale(model: nn.Module, place: torch.device | None) -> torch.Tensor:
+    device = place or next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
+    return torch.ones((), device=device)
+
+
+def _held(dtypes: Mapping[str, Dtypes]) -> dict[str, torch.dtype]:
+    return {name: each.held for name, each in dtypes.items()}
+
+
+def tensors_of(
+    model: nn.Module, draft: Draft, lifted: Lifted, groups: Mapping[str, int], dtypes: Mapping[str, Dtypes]
+) -> tuple[Tensor, ...]:
     parameters = dict(model.named_parameters())
     found = []
     for name, aliases in names_of(model.named_parameters(remove_duplicate=False)).items():
         parameter = parameters[name]
         grad = draft.gradients.get(name)
+        compute, held = dtypes[name].compute, dtypes[name].held
         found.append(
             Tensor(
                 name=name,
                 aliases=aliases,
                 shape=tuple(parameter.shape),
-                dtype=dtype_name(parameter.dtype),
+                dtype=dtype_name(compute),
                 module=name.rpartition(".")[0],
                 trainable=parameter.requires_grad,
                 grad=None if grad is None else lifted.name[grad],
                 group=groups.get(name),
+                master="" if held == compute else dtype_name(held),
             )
         )
     return tuple(found)

@@ -20,9 +20,9 @@ ALIGNMENT = 64
 # A tensor above the limit takes along what is at most this part of it: a norm before a matrix is no collective alone.
 ALONG = 8
 
-# What the tensors of a bucket have in common: dtype, stage, whether they train, the bytes they may travel in (None: as
-# all do), and the unit whose tensors are used far apart, or "".
-_Kind = tuple[str, int, bool, int | None, str]
+# What the tensors of a bucket have in common: dtype, that of their masters, stage, whether they train, the bytes they
+# may travel in (None: as all do), and the unit whose tensors are used far apart, or "".
+_Kind = tuple[str, str, int, bool, int | None, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,9 @@ class Slot:
 class Bucket:
     """A flat buffer of `world * part` elements; rank r owns elements `[r * part, (r + 1) * part)`.
 
-    `trains`: its tensors get gradients and are updated.
+    `trains`: its tensors get gradients and are updated. `dtype`: what its tensors compute in, and what a gather of them
+    carries. `master`: what they are held and updated in between steps, "" where that is the same. `reduce`: what a
+    reduction of their gradients carries, "" where that is `dtype`.
     """
 
     name: str
@@ -54,6 +56,8 @@ class Bucket:
     world: int
     part: int
     slots: tuple[Slot, ...]
+    master: str = ""
+    reduce: str = ""
 
     @property
     def policy(self) -> Stage:
@@ -73,6 +77,21 @@ class Bucket:
         return self.part * ITEMSIZE[self.dtype]
 
     @property
+    def held(self) -> str:
+        """The dtype of what is held between steps, and of what the update reads."""
+        return self.master or self.dtype
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes that one rank holds of it between steps."""
+        return (self.numel if self.whole_at_rest else self.part) * ITEMSIZE[self.held]
+
+    @property
+    def wire(self) -> str:
+        """The dtype of gradients until they are reduced; in a world of one they go to the update as they are."""
+        return self.held if self.world == 1 else self.reduce or self.dtype
+
+    @property
     def padding(self) -> int:
         """Elements of the buffer that belong to no tensor."""
         return self.numel - sum(slot.numel for slot in self.slots)
@@ -85,18 +104,26 @@ class Bucket:
         return not self.trains and not self.policy.regather
 
     @property
+    def at_hand(self) -> bool:
+        """Whole between steps, and in the dtype that it computes in: it needs no gather and no cast."""
+        return self.whole_at_rest and not self.master
+
+    @property
     def state_whole(self) -> bool:
         """Every rank updates all of it."""
         return self.world == 1 or self.policy.state is Residency.WHOLE
 
 
-def make_buckets(graph: Graph, choices: Mapping[str, Choice], *, world: int, bucket_nbytes: int) -> tuple[Bucket, ...]:
+def make_buckets(
+    graph: Graph, choices: Mapping[str, Choice], *, world: int, bucket_nbytes: int, reduce: str = ""
+) -> tuple[Bucket, ...]:
     """Lays every parameter of the model out, in order of first use, cut at the borders of units.
 
     A bucket holds one dtype, one stage, and only tensors that train or only tensors that do not. Units are put
     together while they fit in `bucket_nbytes`, or in what a rule says; a larger unit is cut between its tensors, a
     tensor never: one that is larger takes small ones before it along, up to an eighth of its own size. A unit whose
-    tensors are used in places far apart (tied embeddings, a block applied twice) is not put with others.
+    tensors are used in places far apart (tied embeddings, a block applied twice) is not put with others. `reduce`: the
+    dtype in which gradients of another one are reduced, "" where each keeps its own.
     """
     first, spread = _uses(graph)
     tensors = sorted(graph.tensors, key=lambda tensor: first.get(tensor.name, len(graph.ops)))
@@ -104,7 +131,7 @@ def make_buckets(graph: Graph, choices: Mapping[str, Choice], *, world: int, buc
     closed: list[list[Tensor]] = []
     for unit, members in _units(tensors):
         for key, mine in _split_by_kind(members, choices, unit, spread).items():
-            limit = bucket_nbytes if key[3] is None else key[3]
+            limit = bucket_nbytes if key[4] is None else key[4]
             current = open_.get(key)
             if current is not None and _nbytes([*current, *mine]) > limit:
                 current = None
@@ -114,7 +141,7 @@ def make_buckets(graph: Graph, choices: Mapping[str, Choice], *, world: int, buc
                     closed.append(current)
                     open_[key] = current
                 current.append(tensor)
-    return tuple(_lay_out(f"b{i}", members, choices, world) for i, members in enumerate(closed))
+    return tuple(_lay_out(f"b{i}", members, choices, world, reduce) for i, members in enumerate(closed))
 
 
 def unit_of(name: str) -> str:
@@ -144,7 +171,7 @@ def _split_by_kind(
     for tensor in tensors:
         alone = f"{unit}!" if tensor.name in spread else ""
         choice = choices[tensor.name]
-        key = (tensor.dtype, choice.stage, tensor.grad is not None, choice.bucket, alone)
+        key = (tensor.dtype, tensor.master, choice.stage, tensor.grad is not None, choice.bucket, alone)
         kinds.setdefault(key, []).append(tensor)
     return kinds
 
@@ -188,7 +215,7 @@ def _aligned(numel: int) -> int:
     return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
-def _lay_out(name: str, members: list[Tensor], choices: Mapping[str, Choice], world: int) -> Bucket:
+def _lay_out(name: str, members: list[Tensor], choices: Mapping[str, Choice], world: int, reduce: str) -> Bucket:
     """Tensors of one optimizer group lie side by side, so that a rank's share of a group is one slice."""
     slots = []
     offset = 0
@@ -197,4 +224,7 @@ def _lay_out(name: str, members: list[Tensor], choices: Mapping[str, Choice], wo
         offset += _aligned(tensor.numel)
     part = max(ALIGNMENT, _aligned(-(-offset // world)))
     lead = members[0]
-    return Bucket(name, lead.dtype, choices[lead.name].stage, lead.grad is not None, world, part, tuple(slots))
+    trains = lead.grad is not None
+    wider = reduce if trains and lead.master and reduce != lead.dtype else ""
+    stage = choices[lead.name].stage
+    return Bucket(name, lead.dtype, stage, trains, world, part, tuple(slots), lead.master, wider)

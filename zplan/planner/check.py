@@ -23,6 +23,7 @@ from zplan.graph.ir import Graph, Op, OpKind, Phase
 from zplan.planner.program import (
     Accumulate,
     AllReduce,
+    Cast,
     Free,
     Gather,
     GatherGradient,
@@ -38,11 +39,13 @@ from zplan.planner.program import (
     acc,
     adds,
     adds_first,
+    cast,
     flat,
     gradient,
+    held,
     is_chain,
     makes,
-    part,
+    master,
     takes,
     whole,
 )
@@ -99,14 +102,13 @@ class _Walk:
                 self.fail(1, f"there is no op {instruction.op}")
         self.index = 0
         graph = program.graph
-        held = {whole(b.name) if b.whole_at_rest else part(b.name) for b in program.ownership.buckets}
-        held.update(graph.buffers, graph.constants, graph.batch)
+        resident = {*map(held, program.ownership.buckets), *graph.buffers, *graph.constants, *graph.batch}
         buckets, position = program.ownership.buckets, program.position
         sums = {acc(b.name) for b in buckets if b.trains}
-        kept = {whole(b.name) for b in buckets if not b.whole_at_rest and not b.policy.regather}
+        kept = {whole(b.name) for b in buckets if not b.at_hand and not b.policy.regather}
         for what, declared, due, between in (
-            ("entry", set(program.entry), held, not position.begins),
-            ("exit", set(program.exit), held.union(graph.outputs), not position.ends),
+            ("entry", set(program.entry), resident, not position.begins),
+            ("exit", set(program.exit), resident.union(graph.outputs), not position.ends),
         ):
             due = due | sums if between else due
             for value in sorted((declared ^ due) - (kept if between else set())):
@@ -122,6 +124,9 @@ class _Walk:
                 self.wait(id)
             case Free(value):
                 self.free(value)
+            case Cast(bucket):
+                self.read(master(bucket))
+                self.make(cast(self.program.bucket(bucket)))
             case Pack(bucket):
                 self.pack(bucket)
             case Accumulate(bucket):
@@ -256,13 +261,13 @@ class _Walk:
     def border(self) -> None:
         """Law 8, between forward and backward."""
         program = self.program
-        strict = {b.name for b in program.ownership.buckets if not b.whole_at_rest and b.policy.regather}
+        strict = {b.name for b in program.ownership.buckets if not b.at_hand and b.policy.regather}
         for launch in self.flying.values():
             if isinstance(launch, Gather) and launch.bucket in strict:
                 self.fail(8, f"{makes(launch)} is in flight from forward to backward")
         for value in sorted(self.live):
-            held = {value.partition(":")[0]} if value.endswith(":whole") else program.home.get(value, frozenset())
-            for name in sorted(held & strict):
+            of = {value.partition(":")[0]} if value.endswith(":whole") else program.home.get(value, frozenset())
+            for name in sorted(of & strict):
                 self.fail(8, f"{value} crosses from forward to backward, and {name} is at stage 3")
 
     def end(self) -> None:
@@ -289,15 +294,15 @@ class _Walk:
 
     def read(self, value: str) -> None:
         tensor = value in self.program.graph.tensor
-        held = whole(self.program.ownership.home[value]) if tensor else value
+        holder = whole(self.program.ownership.home[value]) if tensor else value
         owner, _, of = value.partition(":")
-        origin = frozenset({owner}) if of == "part" else self.program.home.get(value, frozenset())
+        origin = frozenset({owner}) if of in ("part", "master") else self.program.home.get(value, frozenset())
         for bucket in sorted(origin & self.updated):
             self.fail(1, f"{value} is read after the update of {bucket}")
-        if held in self.live:
+        if holder in self.live:
             return
         for launch in self.flying.values():
-            if makes(launch) == held:
+            if makes(launch) == holder:
                 self.fail(1, f"{value} is read while collective {launch.id} is in flight")
         self.fail(1, f"{value} is read, but is not " + ("whole" if tensor else "alive"))
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import Any
 
-from zplan.graph.ir import Graph
+from zplan.graph.ir import Graph, Tensor
 from zplan.planner.buckets import Bucket
 from zplan.planner.fold import families, span
 from zplan.planner.plan import Plan
@@ -76,9 +76,13 @@ def unlike(one: Graph, two: Graph) -> tuple[Change, ...]:
     """What makes two graphs those of different models: names, ties, shapes and dtypes of parameters. () : the same."""
 
     def facts(graph: Graph) -> dict[str, str]:
-        return {t.name: f"{t.dtype}{list(t.shape)}" + _tied(t.aliases) for t in graph.tensors}
+        return {t.name: f"{t.dtype}{list(t.shape)}" + _held(t) + _tied(t.aliases) for t in graph.tensors}
 
     return tuple(_fields(facts(one), facts(two)))
+
+
+def _held(tensor: Tensor) -> str:
+    return f" held in {tensor.master}" if tensor.master else ""
 
 
 def _tied(aliases: tuple[str, ...]) -> str:

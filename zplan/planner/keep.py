@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from zplan.planner.program import Free, Gather, Instruction, Program, Wait, whole
+from zplan.planner.program import Cast, Free, Gather, Instruction, Program, Wait, cast, part, whole
 
 
 def keep(program: Program) -> Program:
-    """Takes out the second gather of every bucket that is not at stage 3, and the free before it.
+    """Takes out the second gather of every bucket that is not at stage 3, with its cast, and the free before it.
 
     gather w; wait w; run f(w); free w; ...; gather w; wait w; run g(w); free w
         ->  gather w; wait w; run f(w); ...; run g(w); free w
@@ -17,18 +17,24 @@ def keep(program: Program) -> Program:
     """
     position = program.position
     kept = {bucket.name for bucket in program.ownership.buckets if not bucket.policy.regather}
-    gathered = {x.bucket for x in program.instructions if isinstance(x, Gather)} & kept
+    gathered = {x.bucket for x in program.instructions if isinstance(x, (Cast, Gather))} & kept
     here = gathered if not position.begins else set()
     last_free = {x.value: index for index, x in enumerate(program.instructions) if isinstance(x, Free)}
     dropped: set[int] = set()
+    parts: set[str] = set()
     instructions: list[Instruction] = []
     for index, instruction in enumerate(program.instructions):
         match instruction:
+            case Cast(bucket) if bucket in here:
+                parts.add(part(bucket))
+                continue
             case Gather(id, bucket) if bucket in here:
                 dropped.add(id)
                 continue
-            case Gather(_, bucket) if bucket in kept:
+            case Gather(_, bucket) | Cast(bucket) if bucket in kept and _makes_whole(program, instruction):
                 here = here | {bucket}
+            case Free(value) if value in parts:
+                continue
             case Wait(id) if id in dropped:
                 continue
             case Free(value) if _is_kept_whole(value, kept) and (index != last_free[value] or not position.ends):
@@ -40,6 +46,11 @@ def keep(program: Program) -> Program:
         entry=program.entry if position.begins else (*program.entry, *wholes),
         exit=program.exit if position.ends else (*program.exit, *wholes),
     )
+
+
+def _makes_whole(program: Program, instruction: Cast | Gather) -> bool:
+    bucket = program.bucket(instruction.bucket)
+    return isinstance(instruction, Gather) or cast(bucket) == whole(bucket.name)
 
 
 def _is_kept_whole(value: str, kept: set[str]) -> bool:

@@ -8,6 +8,7 @@ from zplan.planner.ownership import Ownership
 from zplan.planner.program import (
     Accumulate,
     AllReduce,
+    Cast,
     Free,
     Gather,
     GatherGradient,
@@ -24,6 +25,7 @@ from zplan.planner.program import (
     flat,
     grad,
     gradient,
+    held,
     is_chain,
     part,
     whole,
@@ -37,7 +39,8 @@ def lower(graph: Graph, ownership: Ownership, *, native: bool = False, position:
         ->  gather w; wait w; run f; free w; gather w; wait w; run g; free w; pack dw; reduce dw; wait dw; update
 
     Views and casts of parameters are run again in each phase that reads them, just before they are first read, so
-    that no phase depends on a whole parameter of the other. `native`: the backend reduces by itself (NCCL), so stage 0
+    that no phase depends on a whole parameter of the other. Masters are cast to what computes just before the gather,
+    so that it carries that. `native`: the backend reduces by itself (NCCL), so stage 0
     has one all-reduce instead of the reduce-scatter and gather it is made of. Micro-batches but the
     last are added up and update nothing; at `position` evaluation there are no gradients.
     """
@@ -49,8 +52,7 @@ def lower(graph: Graph, ownership: Ownership, *, native: bool = False, position:
         first, last = _spans(graph, ownership, phase)
         for index, op in enumerate(phase):
             for bucket in first.get(index, ()):
-                launch = Gather(ids.next(), bucket)
-                body += (launch, Wait(launch.id))
+                body += _assemble(ownership.bucket[bucket], ids)
             body.append(Run(op.name))
             body += [Free(whole(bucket)) for bucket in last.get(index, ())]
             if phase is backward:
@@ -66,6 +68,15 @@ def lower(graph: Graph, ownership: Ownership, *, native: bool = False, position:
     residents = (*residents, *(() if position.begins else sums))
     program = Program(graph, ownership, tuple(body), residents, left, position, native=native)
     return program.with_(_with_frees(program))
+
+
+def _assemble(bucket: Bucket, ids: "_Ids") -> list[Instruction]:
+    """What makes a bucket's parameters whole."""
+    casts: list[Instruction] = [Cast(bucket.name)] if bucket.master else []
+    if bucket.whole_at_rest:
+        return casts
+    launch = Gather(ids.next(), bucket.name)
+    return [*casts, launch, Wait(launch.id), *([Free(part(bucket.name))] if casts else [])]
 
 
 def _phases(graph: Graph) -> tuple[list[Op], list[Op]]:
@@ -112,7 +123,7 @@ def _spans(
         for name in op.inputs:
             for tensor in sorted(graph.derived.get(name, ())):
                 bucket = ownership.home[tensor]
-                if not ownership.bucket[bucket].whole_at_rest:
+                if not ownership.bucket[bucket].at_hand:
                     first.setdefault(bucket, index)
                     last[bucket] = index
     return _invert(first), _invert(last)
@@ -164,8 +175,7 @@ def _over_ranks(bucket: Bucket, ids: "_Ids", native: bool) -> list[Instruction]:
 
 
 def _residents(graph: Graph, ownership: Ownership) -> tuple[str, ...]:
-    held = tuple(whole(b.name) if b.whole_at_rest else part(b.name) for b in ownership.buckets)
-    return (*held, *graph.buffers, *graph.constants, *graph.batch)
+    return (*map(held, ownership.buckets), *graph.buffers, *graph.constants, *graph.batch)
 
 
 def _with_frees(program: Program) -> tuple[Instruction, ...]:

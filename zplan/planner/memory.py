@@ -18,6 +18,7 @@ from zplan.planner.buckets import Bucket
 from zplan.planner.program import (
     Accumulate,
     AllReduce,
+    Cast,
     Free,
     Gather,
     GatherGradient,
@@ -32,10 +33,10 @@ from zplan.planner.program import (
     Wait,
     acc,
     adds_first,
+    cast,
     flat,
-    grad,
+    held,
     makes,
-    part,
     whole,
 )
 from zplan.units import ITEMSIZE
@@ -155,7 +156,7 @@ def _slices_by_rank(program: Program) -> Iterator[_Sizes]:
     for rank in range(1 if alike else ownership.world):
         sizes: dict[tuple[int, str], list[int]] = {}
         for piece in ownership.slices(rank):
-            sizes.setdefault((piece.group, ownership.bucket[piece.bucket].dtype), []).append(piece.numel)
+            sizes.setdefault((piece.group, ownership.bucket[piece.bucket].held), []).append(piece.numel)
         yield sizes
 
 
@@ -188,8 +189,7 @@ class _Ledger:
         graph = program.graph
         self._gradients = frozenset(tensor.grad for tensor in graph.tensors if tensor.grad is not None)
         for bucket in program.ownership.buckets:
-            value = whole(bucket.name) if bucket.whole_at_rest else part(bucket.name)
-            self._add(value, bucket.nbytes if bucket.whole_at_rest else bucket.part_nbytes, Category.PARAMETERS, -1)
+            self._add(held(bucket), bucket.held_nbytes, Category.PARAMETERS, -1)
         for value in (*graph.buffers, *graph.constants):
             self._add_value(value, Category.BUFFERS, -1)
         for value in graph.batch:
@@ -197,7 +197,7 @@ class _Ledger:
         for bucket in program.ownership.buckets:
             if acc(bucket.name) in program.entry:
                 self._add(acc(bucket.name), acc_nbytes(bucket), Category.GRADIENTS, -1)
-            if whole(bucket.name) in program.entry and not bucket.whole_at_rest:
+            if whole(bucket.name) in program.entry and not bucket.at_hand:
                 self._add(whole(bucket.name), bucket.nbytes, Category.GATHERED, -1)
         returned = {graph.values[name].storage for name in graph.outputs}
         nbytes = program.earlier * sum(graph.storages[storage] for storage in returned if storage in graph.storages)
@@ -216,8 +216,12 @@ class _Ledger:
                     category = Category.GRADIENTS if value in self._gradients else Category.ACTIVATIONS
                     self._add_value(value, category, index)
                 return op.workspace
-            case Pack(bucket):
-                self._add(flat(bucket), program.bucket(bucket).nbytes, Category.GRADIENTS, index)
+            case Cast(name):
+                of = program.bucket(name)
+                nbytes = of.nbytes if of.whole_at_rest else of.part_nbytes
+                self._add(cast(of), nbytes, Category.GATHERED, index)
+            case Pack(name):
+                self._add(flat(name), flat_nbytes(program.bucket(name)), Category.GRADIENTS, index)
             case Accumulate(name):
                 if program.position is Position.FIRST:
                     self._add(acc(name), acc_nbytes(program.bucket(name)), Category.GRADIENTS, index)
@@ -227,20 +231,13 @@ class _Ledger:
                 self._launch(index, instruction)
             case Wait(id):
                 launch = self._launches[id]
-                if isinstance(launch, ReduceScatter) and not program.native:
-                    reduced = program.bucket(launch.bucket)
-                    self._add(grad(launch.bucket), self._grad_nbytes(reduced), Category.GRADIENTS, index)
-                    return sum_nbytes(reduced, widens=self._widens(reduced))
-                if isinstance(launch, ReduceScatter) and self._widens(program.bucket(launch.bucket)):
-                    # The backend's sum in the wire's dtype, while it becomes fp32.
-                    wide = program.bucket(launch.bucket)
-                    self._add(grad(launch.bucket), self._grad_nbytes(wide), Category.GRADIENTS, index)
-                    self._remove(f"{grad(launch.bucket)} on the wire")
-                    return wide.part_nbytes
+                if not isinstance(launch, Gather):
+                    return self._reduced(index, launch)
             case Update(names):
                 updated = [program.bucket(name) for name in names]
                 # Gradients that were added up in fp32 are handed to the optimizer in the parameters' dtype.
-                return self._scratch + sum(bucket.part_nbytes for bucket in updated if self._widens(bucket))
+                narrowed = sum(bucket.part_nbytes for bucket in updated if self._sums(bucket) and not bucket.master)
+                return self._scratch + narrowed
         return 0
 
     def leave(self, instruction: Instruction) -> None:
@@ -257,21 +254,43 @@ class _Ledger:
             case Gather():
                 self._add(makes(launch), bucket.nbytes, Category.GATHERED, index)
             case GatherGradient():
-                self._add(makes(launch), bucket.nbytes, Category.GRADIENTS, index)
+                name = on_wire(launch) if self._widens(launch) else makes(launch)
+                self._add(name, flat_nbytes(bucket), Category.GRADIENTS, index)
             case ReduceScatter() if self.program.native:
-                name = f"{makes(launch)} on the wire" if self._widens(bucket) else makes(launch)
-                self._add(name, bucket.part_nbytes, Category.GRADIENTS, index)
-            case AllReduce():
-                self._add(flat(launch.bucket), bucket.nbytes, Category.GRADIENTS, index, name=makes(launch))
+                name = on_wire(launch) if self._widens(launch) else makes(launch)
+                self._add(name, bucket.part * ITEMSIZE[bucket.wire], Category.GRADIENTS, index)
+            case AllReduce() if not self._widens(launch):
+                self._add(flat(launch.bucket), flat_nbytes(bucket), Category.GRADIENTS, index, name=makes(launch))
         self._add(staging(launch.id), extra, Category.COMMUNICATION, index)
 
-    def _widens(self, bucket: Bucket) -> bool:
+    def _reduced(self, index: int, launch: Launch) -> int:
+        """The end of a reduction; returns what it takes within itself."""
+        bucket, widens = self.program.bucket(launch.bucket), self._widens(launch)
+        if isinstance(launch, ReduceScatter) and not self.program.native:
+            self._add(makes(launch), bucket.part * self._itemsize(launch), Category.GRADIENTS, index)
+            return sum_nbytes(bucket, widens=widens)
+        if not widens:
+            return 0
+        # What came over the wire is there while it becomes what it is kept in.
+        numel = bucket.part if isinstance(launch, ReduceScatter) else bucket.numel
+        self._add(makes(launch), numel * self._itemsize(launch), Category.GRADIENTS, index)
+        self._remove(on_wire(launch))
+        return 0 if isinstance(launch, AllReduce) else numel * ITEMSIZE[bucket.wire]
+
+    def _sums(self, bucket: Bucket) -> bool:
         """Whether a reduction's result is kept in fp32 while the wire carries 16 bit: to be added up."""
         several = self.program.position not in (Position.ONLY, Position.EVALUATION)
-        return several and not adds_first(bucket) and ITEMSIZE[bucket.dtype] < ITEMSIZE["fp32"]
+        return several and not adds_first(bucket) and ITEMSIZE[bucket.wire] < ITEMSIZE["fp32"]
 
-    def _grad_nbytes(self, bucket: Bucket) -> int:
-        return bucket.part * ITEMSIZE["fp32"] if self._widens(bucket) else bucket.part_nbytes
+    def _itemsize(self, launch: Launch) -> int:
+        """Of what a reduction makes: as on the wire where it is sent once more, else as the update reads it."""
+        bucket = self.program.bucket(launch.bucket)
+        if self._sums(bucket):
+            return ITEMSIZE["fp32"]
+        return ITEMSIZE[bucket.wire if isinstance(launch, ReduceScatter) and bucket.state_whole else bucket.held]
+
+    def _widens(self, launch: Launch) -> bool:
+        return self._itemsize(launch) != ITEMSIZE[self.program.bucket(launch.bucket).wire]
 
     def _add_value(self, value: str, category: Category, index: int) -> None:
         graph = self.program.graph
@@ -302,6 +321,15 @@ def staging(id: int) -> str:
     return f"staging {id}"
 
 
+def on_wire(launch: Launch) -> str:
+    return f"{makes(launch)} on the wire"
+
+
+def flat_nbytes(bucket: Bucket) -> int:
+    """Bytes of a bucket's gradients, packed."""
+    return bucket.numel * ITEMSIZE[bucket.wire]
+
+
 def staging_nbytes(launch: Launch, bucket: Bucket, *, native: bool) -> int:
     """What a backend holds from launch to wait besides what the instruction takes and makes.
 
@@ -312,8 +340,10 @@ def staging_nbytes(launch: Launch, bucket: Bucket, *, native: bool) -> int:
     if native:
         return 0
     match launch:
-        case Gather() | GatherGradient() | ReduceScatter():
+        case Gather():
             return bucket.nbytes
+        case GatherGradient() | ReduceScatter():
+            return flat_nbytes(bucket)
     return 0
 
 
@@ -321,7 +351,7 @@ def sum_nbytes(bucket: Bucket, *, widens: bool = False) -> int:
     """What a sum in rank order takes at most besides its result: for 16 bit the fp32 sum and one term of it are there
     before the result is. `widens`: the fp32 sum is the result.
     """
-    itemsize, wide = ITEMSIZE[bucket.dtype], ITEMSIZE["fp32"]
+    itemsize, wide = ITEMSIZE[bucket.wire], ITEMSIZE["fp32"]
     if itemsize >= wide:
         return 0
     return bucket.part * (wide if widens else 2 * wide - itemsize)
@@ -330,10 +360,10 @@ def sum_nbytes(bucket: Bucket, *, widens: bool = False) -> int:
 def acc_nbytes(bucket: Bucket) -> int:
     """Bytes of a bucket's accumulator: whole where micro-batches are added up before they are reduced, in fp32."""
     numel = bucket.numel if adds_first(bucket) else bucket.part
-    return numel * max(ITEMSIZE[bucket.dtype], ITEMSIZE["fp32"])
+    return numel * max(ITEMSIZE[bucket.wire], ITEMSIZE["fp32"])
 
 
 def sum_in_fp32_nbytes(bucket: Bucket, position: Position) -> int:
     """What adding a micro-batch to others takes within itself: 16 bit is widened first."""
-    narrow = ITEMSIZE[bucket.dtype] < ITEMSIZE["fp32"]
+    narrow = ITEMSIZE[bucket.wire] < ITEMSIZE["fp32"]
     return acc_nbytes(bucket) if narrow and adds_first(bucket) and position is not Position.FIRST else 0

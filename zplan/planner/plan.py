@@ -88,7 +88,7 @@ class Plan:
     def agreement(self) -> str:
         """What ranks must have alike. Ops may come in another order: models that loop over a set do not fix it."""
         graph, buckets = self.graph, [repr(bucket) for bucket in self.ownership.buckets]
-        tensors = [(t.name, t.aliases, t.shape, t.dtype, t.trainable, t.group) for t in graph.tensors]
+        tensors = [(t.name, t.aliases, t.shape, t.dtype, t.master, t.trainable, t.group) for t in graph.tensors]
         batch = [(name, graph.values[name].shape, graph.values[name].dtype) for name in graph.batch]
         launches = [repr(x) for each in self.programs for x in each.instructions if isinstance(x, LAUNCHES)]
         return digest(
@@ -134,7 +134,7 @@ def make_plan(graph: Graph, spec: Spec, *, stage: int | None = None) -> Plan:
     if default == AUTO or isinstance(default, str):
         raise SpecError("stage 'auto' is chosen by planner.auto, from plans of a stage each")
     choices = choose(graph, default=default, rules=spec.rules, auto=spec.stage == AUTO)
-    buckets = make_buckets(graph, choices, world=spec.world_size, bucket_nbytes=spec.bucket)
+    buckets = make_buckets(graph, choices, world=spec.world_size, bucket_nbytes=spec.bucket, reduce=spec.reduce)
     ownership = Ownership(buckets, spec.world_size)
     return Plan(graph, spec, default, choices, ownership, programs_of(graph, ownership, spec))
 

@@ -24,6 +24,7 @@ from zplan.planner.program import (
     Accumulate,
     AllReduce,
     Caps,
+    Cast,
     Free,
     Gather,
     GatherGradient,
@@ -43,6 +44,7 @@ FORMAT = "zplan plan"
 VERSION = 1
 # Each instruction is a list: its tag here, then its fields in order. A union without tags reads back as another class.
 TAGS: dict[str, type[Any]] = {
+    "cast": Cast,
     "gather": Gather,
     "pack": Pack,
     "accumulate": Accumulate,

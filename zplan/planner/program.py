@@ -3,6 +3,8 @@
 An instruction names values. Those of the traced graph keep their names; each bucket adds its own:
 
     b0:part    this rank's part of the parameters, held between steps
+    b0:master  what is held in its place where parameters compute in another dtype: b0:part is then a cast of it; of a
+               bucket that every rank holds whole, b0:whole is
     b0:whole   the parameters, whole: what a gather makes; its tensors are views of it
     b0:flat    the gradients of this rank, packed as the bucket is laid out
     b0:grad    this rank's part of the gradients, averaged over ranks: what a reduce-scatter makes
@@ -45,6 +47,13 @@ class Position(Enum):
     def ends(self) -> bool:
         """Nothing is left for a later micro-batch."""
         return self in (Position.ONLY, Position.LAST, Position.EVALUATION)
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Copies masters into the dtype that computes: b:master -> b:part, or b:whole where every rank holds them whole."""
+
+    bucket: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +131,17 @@ class Update:
 
 
 Launch = Gather | ReduceScatter | AllReduce | GatherGradient
-Instruction = Launch | Wait | Pack | Accumulate | Run | Free | Update
+Instruction = Launch | Wait | Cast | Pack | Accumulate | Run | Free | Update
 REDUCTIONS = (ReduceScatter, AllReduce, GatherGradient)
 LAUNCHES = (Gather, *REDUCTIONS)
 
 
 def part(bucket: str) -> str:
     return f"{bucket}:part"
+
+
+def master(bucket: str) -> str:
+    return f"{bucket}:master"
 
 
 def whole(bucket: str) -> str:
@@ -149,6 +162,18 @@ def total(bucket: str) -> str:
 
 def acc(bucket: str) -> str:
     return f"{bucket}:acc"
+
+
+def held(bucket: Bucket) -> str:
+    """The value that is there between steps."""
+    if bucket.master:
+        return master(bucket.name)
+    return whole(bucket.name) if bucket.whole_at_rest else part(bucket.name)
+
+
+def cast(bucket: Bucket) -> str:
+    """The value that `Cast` makes."""
+    return whole(bucket.name) if bucket.whole_at_rest else part(bucket.name)
 
 
 def adds_first(bucket: Bucket) -> bool:

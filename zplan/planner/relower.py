@@ -33,7 +33,7 @@ def relower(plan: Plan, graph: Graph, *, world: int) -> tuple[Plan, Diff | None]
         return replace(plan, graph=graph, programs=tuple(replace(each, graph=graph) for each in plan.programs)), None
     buckets = plan.ownership.buckets
     if not _holds(buckets, graph):
-        buckets = make_buckets(graph, plan.choices, world=world, bucket_nbytes=spec.bucket)
+        buckets = make_buckets(graph, plan.choices, world=world, bucket_nbytes=spec.bucket, reduce=spec.reduce)
     ownership = Ownership(buckets, world)
     programs = programs_of(graph, ownership, spec)
     made = replace(plan, graph=graph, spec=spec, ownership=ownership, programs=programs, certificates=())

@@ -11,6 +11,7 @@ from zplan.planner.program import (
     LAUNCHES,
     Accumulate,
     AllReduce,
+    Cast,
     Free,
     Gather,
     GatherGradient,
@@ -23,13 +24,15 @@ from zplan.planner.program import (
     Update,
     Wait,
     acc,
+    cast,
     is_chain,
     makes,
 )
 from zplan.planner.traffic import Traffic
-from zplan.units import format_bytes
+from zplan.units import ITEMSIZE, format_bytes
 
 VERBS: Mapping[type, str] = {
+    Cast: "cast",
     Gather: "gather",
     ReduceScatter: "reduce-scatter",
     AllReduce: "all-reduce",
@@ -271,7 +274,12 @@ def _row(program: Program, instruction: Instruction, launches: Mapping[int, Laun
             label, detail = holds(program.bucket(name))
             return f"{name} = {label}", detail
         case ReduceScatter(_, name) | AllReduce(_, name) | GatherGradient(_, name):
-            return name, f" ({format_bytes(program.bucket(name).nbytes)})"
+            bucket = program.bucket(name)
+            wire = f"{bucket.wire}, " if bucket.wire != bucket.dtype else ""
+            return name, f" ({wire}{format_bytes(bucket.numel * ITEMSIZE[bucket.wire])})"
+        case Cast(name):
+            bucket = program.bucket(name)
+            return cast(bucket), f" ({bucket.master} -> {bucket.dtype})"
         case Wait(id):
             return makes(launches[id]), ""
         case Pack(name):

@@ -14,6 +14,7 @@ from zplan.planner.memory import Alive, Memory
 from zplan.planner.ownership import Ownership
 from zplan.planner.program import LAUNCHES, REDUCTIONS, Free, Gather, Instruction, Position, Program, Run, Wait, makes
 from zplan.planner.rows import ROOT, VERBS, bucket_names, holds, make_module_rows, make_rows, typed, where
+from zplan.planner.spec import Spec
 from zplan.planner.traffic import Traffic
 from zplan.units import ITEMSIZE, format_bytes, format_count
 
@@ -133,7 +134,17 @@ def _head(plan: "Plan") -> list[str]:
         f"parameters: {format_count(count)} ({count}) in {_plural(len(graph.tensors), 'tensor')}, "
         f"{format_count(trained)} trained; {_plural(len(plan.ownership.buckets), 'bucket')}",
         f"optimizer: {graph.optimizer.name}, {_plural(groups, 'group')}{assumed}",
+        *_precision(spec),
     ]
+
+
+def _precision(spec: Spec) -> list[str]:
+    asked = spec.precision
+    if asked is None:
+        return []
+    others = "".join(f", {pattern}: {dtype}" for pattern, dtype in asked.modules.items())
+    scaled = f"; the loss is scaled, from {asked.loss_scale:g}" if asked.scales else ""
+    return [f"precision: computes in {asked.compute}{others}, reduces in {asked.reduced}, updates in fp32{scaled}"]
 
 
 def _device(plan: "Plan") -> str:
@@ -223,17 +234,27 @@ def _buckets(ownership: Ownership) -> list[str]:
     members: dict[tuple[object, ...], list[Bucket]] = {}
     for bucket in ownership.buckets:
         label, _ = holds(bucket)
-        kind = (bucket.dtype, bucket.stage, bucket.trains, bucket.part, bucket.padding, len(bucket.slots))
+        kind = (_dtypes(bucket), bucket.stage, bucket.trains, bucket.part, bucket.padding, len(bucket.slots))
         members.setdefault((_star(label), *kind), []).append(bucket)
     lines = [("bucket", "", "dtype", "stage", "tensors", "bytes", "part", "padding", "holds")]
     for like in members.values():
         bucket = like[0]
         padding = format_bytes(bucket.padding * ITEMSIZE[bucket.dtype])
         size, part = format_bytes(bucket.nbytes), format_bytes(bucket.part_nbytes)
-        facts = (bucket.dtype, str(bucket.stage), str(len(bucket.slots)), size, part, padding)
+        facts = (_dtypes(bucket), str(bucket.stage), str(len(bucket.slots)), size, part, padding)
         names = bucket_names([each.name for each in like])
         lines.append((names, _times(like).strip(), *facts, span([holds(each)[0] for each in like])))
     return [*table(lines), f"fullest rank / mean: {ownership.imbalance:.2f}"] if ownership.buckets else []
+
+
+def _dtypes(bucket: Bucket) -> str:
+    """
+    >>> _dtypes(Bucket("b0", "bf16", 3, True, 2, 64, (), "fp32", "fp32"))
+    'bf16 (held in fp32, reduced in fp32)'
+    """
+    more = [f"held in {bucket.master}"] if bucket.master else []
+    more += [f"reduced in {bucket.reduce}"] if bucket.reduce else []
+    return f"{bucket.dtype} ({', '.join(more)})" if more else bucket.dtype
 
 
 def _memory(memory: Memory) -> list[str]:

@@ -2,14 +2,15 @@
 
 import json
 import tomllib
-from difflib import get_close_matches
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from zplan.errors import SpecError
+from zplan.errors import SpecError, nearest, words_of
 from zplan.planner.stages import AUTO, parse_stage
+from zplan.precision import Dtype, Precision
 from zplan.units import parse_size
 
 
@@ -38,7 +39,7 @@ class Rule(BaseModel):
         try:
             super().__init__(**says)
         except ValidationError as error:
-            raise SpecError(f"{name}: {_words(error, list(Rule.model_fields))}") from None
+            raise SpecError(f"{name}: {words_of(error, list(Rule.model_fields))}") from None
         if (self.stage, self.bucket, self.keep) == (None, None, None):
             raise SpecError(f"{name} says nothing: give it a stage, a bucket or keep")
 
@@ -59,7 +60,8 @@ class Spec(BaseModel):
     `stage`: of every tensor that no rule and no annotation gives one; "auto" is the lowest that fits `memory`, the most
     bytes that one rank may hold at once. `device`: the type that runs it, which may be another than the one it is
     traced on. `bucket`: of whole parameters that travel together. `prefetch`: in buckets. `depth`: reductions that may
-    be in flight. `micro_batches`: batches of one optimizer step.
+    be in flight. `micro_batches`: batches of one optimizer step. `precision`: a dtype, or a `Precision`; None: as the
+    model's own parameters are.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -72,7 +74,21 @@ class Spec(BaseModel):
     prefetch: int = Field(default=1, ge=0)
     depth: int = Field(default=2, ge=1)
     micro_batches: int = Field(default=1, ge=1)
+    precision: Precision | None = None
     rules: tuple[Rule, ...] = ()
+
+    @field_validator("precision", mode="before")
+    @classmethod
+    def _precision(cls, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return Precision(**value)
+        if value is None or isinstance(value, Precision):
+            return value
+        known = get_args(Dtype)
+        if value not in known:
+            near = nearest(value, list(known)) if isinstance(value, str) else ""
+            raise SpecError(f"precision {value!r} is none of {', '.join(known)}{near}, and no zplan.Precision(...)")
+        return Precision(compute=value)
 
     @field_validator("stage", mode="before")
     @classmethod
@@ -95,6 +111,11 @@ class Spec(BaseModel):
         return parse_size(value, what="bucket")
 
     @property
+    def reduce(self) -> str:
+        """The dtype that gradients of parameters with masters are reduced in; "" where each keeps its own."""
+        return self.precision.reduced if self.precision else ""
+
+    @property
     def native(self) -> bool:
         """Whether collectives are the backend's own: on all devices but the CPU, whose gloo has no reduce-scatter."""
         return self.device != "cpu"
@@ -105,7 +126,7 @@ def make_spec(**options: Any) -> Spec:
     try:
         return Spec(**options)
     except ValidationError as error:
-        raise SpecError(_words(error, list(Spec.model_fields))) from None
+        raise SpecError(words_of(error, list(Spec.model_fields))) from None
 
 
 def load_spec(path: str | Path) -> dict[str, Any]:
@@ -129,21 +150,3 @@ def load_spec(path: str | Path) -> dict[str, Any]:
     except SpecError as error:
         raise SpecError(f"{file}: {error}") from None
     return {name: getattr(spec, name) for name in spec.model_fields_set}
-
-
-def nearest(name: str, known: list[str]) -> str:
-    """`; nearest: a, b`, or nothing where nothing is near."""
-    found = get_close_matches(name, known, n=3, cutoff=0.5)
-    return f"; nearest: {', '.join(found)}" if found else ""
-
-
-def _words(error: ValidationError, known: list[str]) -> str:
-    """The first fault, by the user's own name of the thing."""
-    # A misspelt name explains the one that is missing.
-    first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
-    name = ".".join(map(str, first["loc"])) or "options"
-    if first["type"] == "extra_forbidden":
-        return f"there is no option {name!r}{nearest(name, known) or '; there are ' + ', '.join(known)}"
-    if first["type"] == "missing":
-        return f"{name} is missing"
-    return f"{name} {first.get('input')!r}: {first['msg'].lower()}"

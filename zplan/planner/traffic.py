@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from zplan.planner.program import AllReduce, Gather, GatherGradient, Instruction, Program, ReduceScatter
+from zplan.units import ITEMSIZE
 
 
 def sent_nbytes(program: Program, instruction: Instruction) -> int:
@@ -14,12 +15,15 @@ def sent_nbytes(program: Program, instruction: Instruction) -> int:
     reduce-scatter sends N - 1 parts of local gradients; an all-reduce is both.
     """
     match instruction:
-        case Gather(_, name) | ReduceScatter(_, name) | GatherGradient(_, name):
+        case Gather(_, name):
             bucket = program.bucket(name)
             return (bucket.world - 1) * bucket.part_nbytes
+        case ReduceScatter(_, name) | GatherGradient(_, name):
+            bucket = program.bucket(name)
+            return (bucket.world - 1) * bucket.part * ITEMSIZE[bucket.wire]
         case AllReduce(_, name):
             bucket = program.bucket(name)
-            return 2 * (bucket.world - 1) * bucket.part_nbytes
+            return 2 * (bucket.world - 1) * bucket.part * ITEMSIZE[bucket.wire]
     return 0
 
 

@@ -142,11 +142,23 @@ def sum_in_rank_order(received: torch.Tensor, world: int) -> torch.Tensor:
     return total
 
 
-def mean_in_rank_order(received: torch.Tensor, world: int, count: int | None = None) -> torch.Tensor:
-    """received: [world * n], the same part from each rank -> [n], their sum over `count` (the world), rounded once."""
+def mean_in_rank_order(
+    received: torch.Tensor, world: int, count: int | None = None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """received: [world * n], the same part from each rank -> [n], their sum over `count` (the world), rounded once.
+
+    It is rounded to what was received also where `dtype`, what it is returned in, is wider: so an all-reduce, which
+    sends it once more, gives the same.
+    """
     total = sum_in_rank_order(received, world)
     total /= world if count is None else count
-    return total.to(received.dtype)
+    mean = total.to(received.dtype)
+    return mean if dtype in (None, mean.dtype) else total.copy_(mean)
+
+
+def cast(held: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy in another dtype."""
+    return held.to(dtype, copy=True)
 
 
 def wider(dtype: torch.dtype) -> torch.dtype:
@@ -173,9 +185,9 @@ def accumulate_last(value: torch.Tensor, acc: torch.Tensor, count: int) -> torch
     return value.copy_(acc.div_(count) if count > 1 else acc)
 
 
-def pack(grads: Sequence[torch.Tensor], offsets: Sequence[int], numel: int) -> torch.Tensor:
-    """Copies gradients of any shape and stride to their offsets in a new buffer [numel]; zeros elsewhere."""
-    flat = grads[0].new_empty(numel)
+def pack(grads: Sequence[torch.Tensor], offsets: Sequence[int], numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Copies gradients of any shape and stride to their offsets in a new buffer [numel], zeros elsewhere."""
+    flat = grads[0].new_empty(numel, dtype=dtype)
     end = 0
     for grad, offset in zip(grads, offsets, strict=True):
         if offset > end:

@@ -32,7 +32,7 @@ def make_evaluation(
     plan: Plan, model: torch.nn.Module, loss_fn: Callable[[Any, Any], Any], batch: Any, comm: Comm
 ) -> Evaluation:
     """Traces the loss in evaluation mode and lowers it at the plan's stages: gathers alone, nothing updated."""
-    traced = trace(model, loss_fn, batch, device=plan.graph.device, evaluate=True)
+    traced = trace(model, loss_fn, batch, device=plan.graph.device, evaluate=True, precision=plan.spec.precision)
     # Optimizer states stay where they are meanwhile: they count as memory.
     graph = replace(traced.graph, optimizer=plan.graph.optimizer)
     program = program_of(graph, plan.ownership, plan.spec, Position.EVALUATION)

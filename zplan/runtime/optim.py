@@ -31,6 +31,31 @@ class Clipping:
 NO_CLIPPING = Clipping()
 
 
+class LossScale:
+    """Dynamic scaling of the loss, so that small gradients are no zeros in fp16.
+
+    `value`: a scalar that the traced step multiplies the gradient of the loss by. It is halved when gradients are not
+    finite, and doubled after `interval` updates in a row. Powers of two: dividing by it again is exact.
+    """
+
+    def __init__(self, value: torch.Tensor, *, start: float, interval: int) -> None:
+        self.value = value
+        self.interval = interval
+        self.finite = 0
+        value.fill_(start)
+
+    def follow(self, *, skipped: bool) -> None:
+        """Takes note of a step; all ranks skip the same ones, so all keep the same scale."""
+        if skipped:
+            self.value.mul_(0.5)
+            self.finite = 0
+            return
+        self.finite += 1
+        if self.finite == self.interval:
+            self.value.mul_(2.0)
+            self.finite = 0
+
+
 class Shards(torch.nn.Module):
     """Slices of flat buffers, handed to an optimizer in its own groups; called with gradients, it steps.
 
@@ -47,12 +72,14 @@ class Shards(torch.nn.Module):
         comm: Comm,
         buckets: Sequence[str],
         clipping: Clipping,
+        loss_scale: LossScale | None = None,
     ) -> None:
         super().__init__()
         rank = comm.rank
         self.optimizer = optimizer
         self.comm = comm
         self.clipping = clipping
+        self.loss_scale = loss_scale
         self.norm: torch.Tensor | None = None
         self.skipped = False
         self._tensors = list(_pieces(ownership, buckets, rank))
@@ -70,7 +97,13 @@ class Shards(torch.nn.Module):
 
     def forward(self, *grads: torch.Tensor) -> None:
         """grads[i]: as `held` of the i-th bucket, averaged over ranks; views of it are given to the optimizer."""
-        if self.clipping and not self._clip(grads):
+        if self.loss_scale is not None:
+            for grad in grads:
+                grad.div_(self.loss_scale.value)
+        updates = not (self.clipping or self.loss_scale) or self._clip(grads)
+        if self.loss_scale is not None:
+            self.loss_scale.follow(skipped=self.skipped)
+        if not updates:
             return
         for parameter, bucket, start, stop in self._where:
             parameter.grad = grads[bucket][start:stop].to(parameter.dtype)
@@ -87,7 +120,7 @@ class Shards(torch.nn.Module):
         for bucket, start, stop, whole in self._tensors:
             (shared if whole else own).add_(_squares(grads[bucket][start:stop]))
         self.norm = (shared + self.comm.total(own)).sqrt()[0]
-        self.skipped = self.clipping.skip and not bool(self.norm.isfinite())
+        self.skipped = (self.clipping.skip or self.loss_scale is not None) and not bool(self.norm.isfinite())
         if self.skipped:
             return False
         if self.clipping.norm is not None:

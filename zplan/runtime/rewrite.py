@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from zplan.graph.lift import dtype_of
 from zplan.graph.trace import Trace
 from zplan.planner.buckets import Bucket, Slot
 from zplan.planner.program import (
     LAUNCHES,
     Accumulate,
     AllReduce,
+    Cast,
     Free,
     Gather,
     GatherGradient,
@@ -34,9 +36,11 @@ from zplan.planner.program import (
     acc,
     adds,
     adds_first,
+    cast,
     flat,
     gradient,
     makes,
+    master,
     takes,
     whole,
 )
@@ -65,7 +69,7 @@ def inputs(program: Program) -> tuple[str, ...]:
     names: list[str] = []
     for value in program.entry:
         bucket = program.ownership.bucket.get(value.partition(":")[0])
-        if bucket is not None and value == whole(bucket.name) and bucket.whole_at_rest:
+        if bucket is not None and value == whole(bucket.name) and bucket.at_hand:
             names += [slot.tensor for slot in bucket.slots]
         else:
             names.append(value)
@@ -75,7 +79,7 @@ def inputs(program: Program) -> tuple[str, ...]:
 def carried(program: Program) -> tuple[str, ...]:
     """What a micro-batch leaves for the next one: sums of gradients, and parameters that are kept whole."""
     buckets = program.ownership.buckets
-    names = {acc(b.name) for b in buckets} | {whole(b.name) for b in buckets if not b.whole_at_rest}
+    names = {acc(b.name) for b in buckets} | {whole(b.name) for b in buckets if not b.at_hand}
     return tuple(name for name in program.exit if name in names)
 
 
@@ -129,7 +133,7 @@ class _Writer:
             self.node[name] = self.emit(operator.getitem, (boxed, i))
         self._tag(self.graph.call_method("clear", (boxed,)))
         for bucket in program.ownership.buckets:
-            if not bucket.whole_at_rest and whole(bucket.name) in self.node:
+            if not bucket.at_hand and whole(bucket.name) in self.node:
                 self._views(bucket, self.node[whole(bucket.name)])
 
     def write(self, index: int, instruction: Instruction) -> None:
@@ -139,6 +143,8 @@ class _Writer:
                 self.run(op)
             case Free(value):
                 self.free(value)
+            case Cast(bucket):
+                self.cast(self.program.bucket(bucket))
             case Pack(bucket):
                 self.pack(self.program.bucket(bucket))
             case Accumulate(bucket):
@@ -178,10 +184,16 @@ class _Writer:
         if dying:
             self.emit(nodes.release, tuple(dying))
 
+    def cast(self, bucket: Bucket) -> None:
+        made = self.emit(nodes.cast, (self.node[master(bucket.name)], dtype_of(bucket.dtype)))
+        self.node[cast(bucket)] = made
+        if bucket.whole_at_rest:
+            self._views(bucket, made)
+
     def pack(self, bucket: Bucket) -> None:
         grads = [self.node[self._grad(slot)] for slot in bucket.slots]
         offsets = [slot.offset for slot in bucket.slots]
-        self.node[flat(bucket.name)] = self.emit(nodes.pack, (grads, offsets, bucket.numel))
+        self.node[flat(bucket.name)] = self.emit(nodes.pack, (grads, offsets, bucket.numel, dtype_of(bucket.wire)))
 
     def accumulate(self, bucket: Bucket) -> None:
         value, sums = self.node[adds(bucket)], acc(bucket.name)
@@ -198,6 +210,8 @@ class _Writer:
     def launch(self, launch: Launch) -> None:
         bucket = self.program.bucket(launch.bucket)
         source = self.node[takes(launch)]
+        if self._divides_before(launch):
+            self.emit(self.divide.before, (source,))
         match launch:
             case Gather() | GatherGradient() if self.native:
                 node = nodes.start_gather(self.emit, self.comm, source)
@@ -220,16 +234,32 @@ class _Writer:
         bucket = self.program.bucket(launch.bucket)
         # Gradients that are added up after their reduction stay a sum, in fp32, until then.
         adds_up = self.program.position is not Position.ONLY and not adds_first(bucket)
+        # What goes over the wire once more keeps its dtype; the update reads that of the masters.
+        last = bucket.wire if isinstance(launch, ReduceScatter) and bucket.state_whole else bucket.held
         match launch:
             case ReduceScatter() if not self.native:
-                mean = nodes.sum_in_rank_order if adds_up else self.divide.in_rank_order
-                received, node = node, self.emit(mean, (node, bucket.world))
+                received, of = node, (node, bucket.world)
+                if adds_up:
+                    node = self.emit(nodes.sum_in_rank_order, of)
+                else:
+                    node = self.emit(self.divide.in_rank_order, (*of, dtype_of(last)))
                 self.emit(self.retire, (received,))
+            case ReduceScatter() | AllReduce() if adds_up:
+                node = self.emit(_widened, (node,))
             case ReduceScatter() | AllReduce():
-                node = self.emit(_widened if adds_up else self.divide.in_place, (node,))
+                divide = self.divide.the_rest if self._divides_before(launch) else self.divide.in_place
+                node = self.emit(divide, (node, dtype_of(last)))
+            case GatherGradient() if last != bucket.wire:
+                received, node = node, self.emit(nodes.cast, (node, dtype_of(last)))
+                self.emit(self.retire, (received,))
             case Gather():
                 self._views(bucket, node)
         self.node[makes(launch)] = node
+
+    def _divides_before(self, launch: Launch) -> bool:
+        """Whether gradients are divided by the ranks before a backend adds them up: fp16 may not hold the sum."""
+        reduces = isinstance(launch, (ReduceScatter, AllReduce))
+        return self.native and reduces and self.program.bucket(launch.bucket).wire == "fp16"
 
     # Nodes
 
@@ -281,11 +311,17 @@ class _Division:
         self.world = world
         self.micro_batches = micro_batches
 
-    def in_rank_order(self, received: torch.Tensor, world: int) -> torch.Tensor:
-        return nodes.mean_in_rank_order(received, world, world * self.micro_batches())
+    def in_rank_order(self, received: torch.Tensor, world: int, dtype: torch.dtype) -> torch.Tensor:
+        return nodes.mean_in_rank_order(received, world, world * self.micro_batches(), dtype)
 
-    def in_place(self, total: torch.Tensor) -> torch.Tensor:
-        return total.div_(self.world * self.micro_batches())
+    def in_place(self, total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return total.div_(self.world * self.micro_batches()).to(dtype)
+
+    def before(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat.div_(self.world)
+
+    def the_rest(self, total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return total.div_(self.micro_batches()).to(dtype)
 
     def last(self, value: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
         return nodes.accumulate_last(value, sums, self.world * self.micro_batches())
@@ -299,16 +335,19 @@ def _widened(total: torch.Tensor) -> torch.Tensor:
 
 
 def _tensors_read(program: Program) -> Mapping[tuple[str, int], frozenset[str]]:
-    """The tensors that are read while a bucket is whole, by its name and the index of the wait that begins it (-1: it
-    is so at entry)."""
+    """The tensors that are read while a bucket is whole, by its name and the index of what makes it so (-1: it is so at
+    entry)."""
     gathers = {x.id: x.bucket for x in program.instructions if isinstance(x, Gather)}
     home = program.ownership.home
-    opened = {b.name: -1 for b in program.ownership.buckets if not b.whole_at_rest and whole(b.name) in program.entry}
+    opened = {b.name: -1 for b in program.ownership.buckets if not b.at_hand and whole(b.name) in program.entry}
     found: dict[tuple[str, int], set[str]] = {(name, -1): set() for name in opened}
     for index, instruction in enumerate(program.instructions):
         if isinstance(instruction, Wait) and instruction.id in gathers:
             opened[gathers[instruction.id]] = index
             found[gathers[instruction.id], index] = set()
+        elif isinstance(instruction, Cast) and program.bucket(instruction.bucket).whole_at_rest:
+            opened[instruction.bucket] = index
+            found[instruction.bucket, index] = set()
         elif isinstance(instruction, Run):
             for name in program.graph.op[instruction.op].inputs:
                 if name in home and home[name] in opened:

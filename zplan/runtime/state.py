@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from zplan.errors import StateError
+from zplan.graph.lift import dtype_of
 from zplan.planner.buckets import Bucket, Slot
 from zplan.planner.ownership import Ownership
-from zplan.planner.program import part, whole
+from zplan.planner.program import held
 from zplan.runtime.comm import Comm
 
 USE = "open `with step.whole_parameters() as model:` around it"
@@ -31,6 +32,7 @@ class State:
         self.comm = comm
         self.held: dict[str, torch.Tensor] = {}
         self._requires_grad = {name: p.requires_grad for name, p in model.named_parameters()}
+        self._dtypes = {name: p.dtype for name, p in model.named_parameters()}
         self._aliases = _aliases(model)
         self._buffers = dict(model.named_buffers())
         self._guards: list[torch.utils.hooks.RemovableHandle] = []
@@ -47,7 +49,7 @@ class State:
             self.held[bucket.name] = flat
             for slot in bucket.slots:
                 del parameters[slot.tensor]
-                self._place(slot.tensor, torch.empty(slot.shape, dtype=flat.dtype, device="meta"))
+                self._leave_meta(slot)
         if sync:
             for buffer in model.buffers():
                 comm.broadcast(buffer)
@@ -58,17 +60,16 @@ class State:
         found = dict(self._buffers)
         for bucket in self.ownership.buckets:
             flat = self.held[bucket.name]
-            if bucket.whole_at_rest:
-                found[whole(bucket.name)] = flat
+            found[held(bucket)] = flat
+            if bucket.at_hand:
                 found |= {slot.tensor: _view(flat, slot) for slot in bucket.slots}
-            else:
-                found[part(bucket.name)] = flat
         return found
 
     def full(self) -> dict[str, torch.Tensor]:
         """Whole parameters and persistent buffers under every name of the model, copied; a collective.
 
-        Buffers are rank 0's. Memory: the whole model, and one bucket besides.
+        Parameters are as they are held: of those with masters, these. Buffers are rank 0's. Memory: the whole model,
+        and one bucket besides.
         """
         tensors: dict[str, torch.Tensor] = {}
         for bucket in self.ownership.buckets:
@@ -88,7 +89,7 @@ class State:
 
     @contextmanager
     def whole(self) -> Iterator[torch.nn.Module]:
-        """The model with its weights in place, on every rank; what is changed inside is dropped."""
+        """The model with its weights in place, in its own dtypes, on every rank; what is changed inside is dropped."""
         if self.whole_is_out:
             raise StateError("whole_parameters() is open already: leave it before you enter it again")
         self.whole_is_out = True
@@ -98,13 +99,13 @@ class State:
                 flat = self._gather(bucket)
                 flat = flat.clone() if bucket.whole_at_rest else flat
                 for slot in bucket.slots:
-                    self._place(slot.tensor, _view(flat, slot))
+                    self._place(slot.tensor, _view(flat, slot).to(self._dtypes[slot.tensor]))
                 del flat
             yield self.model
         finally:
             for bucket in self.ownership.buckets:
                 for slot in bucket.slots:
-                    self._place(slot.tensor, torch.empty(slot.shape, dtype=self.held[bucket.name].dtype, device="meta"))
+                    self._leave_meta(slot)
             self._take_buffers_back()
             self._guard()
             self.whole_is_out = False
@@ -121,6 +122,9 @@ class State:
     def _gather(self, bucket: Bucket) -> torch.Tensor:
         held = self.held[bucket.name]
         return held if bucket.whole_at_rest else self.comm.gather(held)
+
+    def _leave_meta(self, slot: Slot) -> None:
+        self._place(slot.tensor, torch.empty(slot.shape, dtype=self._dtypes[slot.tensor], device="meta"))
 
     def _place(self, name: str, tensor: torch.Tensor) -> None:
         """Puts one new parameter wherever the model holds `name` or a name tied to it."""
@@ -172,7 +176,7 @@ def _aliases(model: torch.nn.Module) -> Mapping[str, tuple[str, ...]]:
 
 def _flatten(bucket: Bucket, parameters: Mapping[str, torch.nn.Parameter]) -> torch.Tensor:
     first = parameters[bucket.slots[0].tensor]
-    flat = torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
+    flat = torch.zeros(bucket.numel, dtype=dtype_of(bucket.held), device=first.device)
     for slot in bucket.slots:
         _view(flat, slot).copy_(parameters[slot.tensor].detach())
     return flat

@@ -19,7 +19,7 @@ from zplan.runtime import agree
 from zplan.runtime.comm import Comm
 from zplan.runtime.evaluation import Evaluation, make_evaluation
 from zplan.runtime.failure import explain
-from zplan.runtime.optim import NO_CLIPPING, Clipping, Shards
+from zplan.runtime.optim import NO_CLIPPING, Clipping, LossScale, Shards
 from zplan.runtime.rewrite import Ready, carried, inputs, rewrite
 from zplan.runtime.state import State
 
@@ -54,6 +54,12 @@ class TrainStep:
         self._closed = False
         self._failed = ""
         updates = [x.buckets for x in plan.program.instructions if isinstance(x, Update)]
+        scaling = plan.spec.precision
+        self._loss_scale = (
+            None
+            if trace.loss_scale is None or scaling is None
+            else LossScale(trace.loss_scale, start=scaling.loss_scale, interval=scaling.growth_interval)
+        )
         self._shards = Shards(
             optimizer,
             plan.ownership,
@@ -61,6 +67,7 @@ class TrainStep:
             comm=comm,
             buckets=updates[0] if updates else (),
             clipping=clipping,
+            loss_scale=self._loss_scale,
         )
         self._fixed = {**state.residents(), **trace.constants}
         self._ready: dict[Position, Ready] = {}
@@ -190,14 +197,23 @@ class TrainStep:
     def grad_norm(self) -> torch.Tensor:
         """The norm of all gradients of the last step before they were clipped, fp64, the same on every rank."""
         if self._shards.norm is None:
-            asked = "no step has been made yet" if self._shards.clipping else "it is measured where clip= is given"
+            measures = self._shards.clipping or self._loss_scale
+            asked = "no step has been made yet" if measures else "it is measured where clip= is given"
             raise StateError(f"grad_norm: {asked}")
         return self._shards.norm
 
     @property
     def skipped(self) -> bool:
-        """Whether the last step updated nothing, because its gradients were not finite (`skip_nonfinite=True`)."""
+        """Whether the last step updated nothing, because its gradients were not finite (`skip_nonfinite=True`).
+
+        In fp16 such steps are always skipped, and `loss_scale` is halved.
+        """
         return self._shards.skipped
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss of the next step is multiplied by before its backward: in fp16, 1 else. Gradients are not."""
+        return 1.0 if self._loss_scale is None else float(self._loss_scale.value)
 
     def residents(self) -> dict[str, torch.Tensor]:
         """What this rank holds of parameters, buffers and constants between steps, by value name."""
