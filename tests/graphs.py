@@ -1,7 +1,7 @@
 """Small graphs made by hand, without torch: a chain of layers, and any graph at all."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from zplan.graph.ir import Graph, Group, Op, OpKind, Optimizer, Phase, Tensor, Value
 from zplan.planner.buckets import make_buckets
@@ -259,8 +259,19 @@ def lines(program: Program) -> str:
     return "\n".join([*head, *body]) + "\n"
 
 
-def own(graph: Graph, *, world: int, stage: int | Sequence[int] = 3, bucket_nbytes: int = 1) -> Ownership:
+def with_masters(graph: Graph, *, frozen: bool = False) -> Graph:
+    """The same graph with fp32 masters of its bf16 parameters; `frozen`: of those that are not trained too."""
+    tensors = (
+        replace(t, master="fp32") if t.dtype == "bf16" and (frozen or t.grad is not None) else t for t in graph.tensors
+    )
+    return replace(graph, tensors=tuple(tensors))
+
+
+def own(
+    graph: Graph, *, world: int, stage: int | Sequence[int] = 3, bucket_nbytes: int = 1, reduce: str = ""
+) -> Ownership:
     """Ownership with one stage, or with stages dealt out to the tensors in turn."""
     stages = [stage] if isinstance(stage, int) else list(stage)
     choices = {t.name: Choice(stages[i % len(stages)], "test") for i, t in enumerate(graph.tensors)}
-    return Ownership(make_buckets(graph, choices, world=world, bucket_nbytes=bucket_nbytes), world)
+    buckets = make_buckets(graph, choices, world=world, bucket_nbytes=bucket_nbytes, reduce=reduce)
+    return Ownership(buckets, world)

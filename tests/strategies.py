@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from tests.graphs import Layer, Node, Param, chain_graph, dag_graph, lines, own
+from tests.graphs import Layer, Node, Param, chain_graph, dag_graph, lines, own, with_masters
 from zplan.graph.ir import Graph
 from zplan.planner.keep import keep
 from zplan.planner.lower import lower
@@ -127,13 +127,16 @@ bucket_sizes = st.sampled_from((1, 600, 3000, 1 << 20))
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Any graph, stages dealt out to its tensors."""
+    """Any graph, with or without masters, stages dealt out to its tensors."""
     graph = draw(graphs)
+    if draw(st.booleans()):
+        graph = with_masters(graph, frozen=draw(st.booleans()))
     ownership = own(
         graph,
         world=draw(worlds),
         stage=draw(st.lists(stages, min_size=1, max_size=3)),
         bucket_nbytes=draw(bucket_sizes),
+        reduce=draw(st.sampled_from(("", "fp32"))),
     )
     return Case(graph, ownership, draw(st.booleans()))
 

@@ -9,6 +9,7 @@ from zplan.planner.buckets import Bucket
 from zplan.planner.memory import Memory, scratch_nbytes, state_nbytes
 from zplan.planner.program import (
     AllReduce,
+    Cast,
     Free,
     Gather,
     GatherGradient,
@@ -27,10 +28,20 @@ NEVER = 1 << 30
 def births(program: Program) -> Iterator[tuple[str, str, int, int]]:
     """(value, storage, bytes, index) of everything that is made, residents at -1."""
     graph = program.graph
-    size = {bucket.name: bucket.world * bucket.part * SIZE[bucket.dtype] for bucket in program.ownership.buckets}
+    buckets = program.ownership.buckets
+    size = {bucket.name: bucket.world * bucket.part * SIZE[bucket.dtype] for bucket in buckets}
+    packed = {bucket.name: bucket.world * bucket.part * SIZE[wire(bucket)] for bucket in buckets}
+    updated = {bucket.name: bucket.world * bucket.part * SIZE[bucket.master or bucket.dtype] for bucket in buckets}
     for value in program.entry:
         name, _, kind = value.partition(":")
-        if kind:
+        if kind == "master":
+            yield (
+                value,
+                value,
+                updated[name] // (1 if held_whole(program.bucket(name)) else program.bucket(name).world),
+                -1,
+            )
+        elif kind:
             share = {"part": program.bucket(name).world, "whole": 1}[kind]
             yield value, value, size[name] // share, -1
         else:
@@ -45,19 +56,40 @@ def births(program: Program) -> Iterator[tuple[str, str, int, int]]:
                     storage = graph.values[value].storage
                     if storage not in graph.tensor:
                         yield value, storage, graph.storages[storage], index
+            case Cast(name) if held_whole(program.bucket(name)):
+                yield f"{name}:whole", f"{name}:whole", size[name], index
+            case Cast(name):
+                yield f"{name}:part", f"{name}:part", size[name] // program.bucket(name).world, index
             case Pack(name):
-                yield f"{name}:flat", f"{name}:flat", size[name], index
+                yield f"{name}:flat", f"{name}:flat", packed[name], index
             case Gather(_, name):
                 yield f"{name}:whole", f"{name}:whole", size[name], index
-            case GatherGradient(_, name):
-                yield f"{name}:total", f"{name}:total", size[name], index
-            case AllReduce(_, name):
-                yield f"{name}:total", f"{name}:flat", size[name], index
-            case Wait(id) if isinstance(launches[id], ReduceScatter) and not program.native:
+            case GatherGradient(_, name) if packed[name] == updated[name]:
+                yield f"{name}:total", f"{name}:total", packed[name], index
+            case AllReduce(_, name) if packed[name] == updated[name]:
+                yield f"{name}:total", f"{name}:flat", packed[name], index
+            case ReduceScatter(_, name) if program.native and packed[name] == updated[name]:
+                yield f"{name}:grad", f"{name}:grad", packed[name] // program.bucket(name).world, index
+            case Wait(id) if not isinstance(launches[id], Gather):
                 name = launches[id].bucket
-                yield f"{name}:grad", f"{name}:grad", size[name] // program.bucket(name).world, index
-            case ReduceScatter(_, name) if program.native:
-                yield f"{name}:grad", f"{name}:grad", size[name] // program.bucket(name).world, index
+                bucket = program.bucket(name)
+                if isinstance(launches[id], ReduceScatter):
+                    sent_again = bucket.stage == 0
+                    if not program.native or packed[name] != updated[name]:
+                        nbytes = (packed if sent_again else updated)[name]
+                        yield f"{name}:grad", f"{name}:grad", nbytes // bucket.world, index
+                elif packed[name] != updated[name]:
+                    yield f"{name}:total", f"{name}:total", updated[name], index
+
+
+def held_whole(bucket: Bucket) -> bool:
+    return bucket.world == 1 or bucket.stage == 0 or (bucket.stage < 3 and not bucket.trains)
+
+
+def wire(bucket: Bucket) -> str:
+    if bucket.world == 1 and bucket.master:
+        return bucket.master
+    return bucket.reduce or bucket.dtype
 
 
 def lifetimes(program: Program) -> list[tuple[str, int, int, int]]:
@@ -73,15 +105,23 @@ def lifetimes(program: Program) -> list[tuple[str, int, int, int]]:
 
 
 def staging(program: Program) -> list[tuple[str, int, int, int]]:
-    """What gloo holds besides, from launch to wait."""
+    """What a collective holds besides, from launch to wait."""
     found: list[tuple[str, int, int, int]] = []
-    if program.native:
-        return found
     for index, x in enumerate(program.instructions):
-        if isinstance(x, Gather | ReduceScatter | GatherGradient):
-            bucket = program.bucket(x.bucket)
-            end = next(i for i, y in enumerate(program.instructions) if y == Wait(x.id))
-            found.append((f"staging {x.id}", bucket.world * bucket.part * SIZE[bucket.dtype], index, end))
+        if not isinstance(x, Gather | ReduceScatter | GatherGradient):
+            continue
+        bucket = program.bucket(x.bucket)
+        end = next(i for i, y in enumerate(program.instructions) if y == Wait(x.id))
+        sent = bucket.dtype if isinstance(x, Gather) else wire(bucket)
+        numel = bucket.world * bucket.part
+        if not program.native:
+            found.append((f"staging {x.id}", numel * SIZE[sent], index, end))
+        # What comes in another dtype than the update reads.
+        if SIZE[wire(bucket)] != SIZE[bucket.master or bucket.dtype]:
+            if isinstance(x, GatherGradient):
+                found.append((f"wire {x.id}", numel * SIZE[sent], index, end))
+            if isinstance(x, ReduceScatter) and program.native:
+                found.append((f"wire {x.id}", bucket.part * SIZE[sent], index, end))
     return found
 
 
@@ -96,7 +136,10 @@ def within(program: Program, index: int) -> int:
             for x in program.instructions:
                 if isinstance(x, ReduceScatter) and x.id == id and not program.native:
                     bucket = program.bucket(x.bucket)
-                    return 6 * bucket.part if bucket.dtype == "bf16" else 0
+                    if wire(bucket) != "bf16":
+                        return 0
+                    # The fp32 sum and one term; the sum itself stays where the update reads fp32.
+                    return (4 if bucket.master and bucket.stage > 0 else 6) * bucket.part
     return 0
 
 

@@ -5,7 +5,10 @@ Two ranks: a sum of two terms has one order, so the bits are those of every othe
 
 import pytest
 
+from tests.ranks import test_precision as precise
+from tests.ranks.test_micro_batches import batches
 from tests.ranks.training import CASES, STEPS, Run, assert_same, build, seed, unsharded
+from zplan.graph.lift import dtype_of
 from zplan.graph.optimizer import groups_of
 from zplan.graph.trace import trace
 from zplan.planner.plan import make_plan
@@ -16,16 +19,20 @@ from zplan.runtime.state import State
 from zplan.runtime.step import TrainStep
 
 
-def train(comm: Comm, name: str, stage: int) -> Run:
+def train(comm: Comm, name: str, stage: int, precision: str | None = None) -> Run:
     case = CASES[name]
     model = build(case)
-    spec = make_spec(stage=stage, world_size=2, bucket=4_000, device="cuda")
-    traced = trace(model, case.loss_fn, case.batch(0), optimizer=case.optimizer)
+    spec = make_spec(stage=stage, world_size=2, bucket=4_000, device="cuda", precision=precision)
+    traced = trace(model, case.loss_fn, case.batch(0), optimizer=case.optimizer, precision=spec.precision)
     plan = make_plan(traced.graph, spec)
     assert any(isinstance(x, AllReduce) for x in plan.program.instructions) == (stage == 0)
-    optimizer = groups_of(case.optimizer, model)[0]
+    held = {tensor.name: dtype_of(tensor.held) for tensor in traced.graph.tensors}
+    optimizer = groups_of(case.optimizer, model, held=held)[0]
     step = TrainStep(plan, traced, State(model, plan.ownership, comm, sync=True), optimizer, comm)
-    losses = [step(case.batch(seed(i, comm.rank))) for i in range(STEPS)]
+    given = [case.batch(seed(i, comm.rank)) for i in range(STEPS)]
+    if precision is not None:
+        given = [batches(case, i, comm.rank, 1)[0] for i in range(STEPS)]
+    losses = [step(batch) for batch in given]
     return Run(losses, step.full_state_dict(), dict(model.named_buffers()))
 
 
@@ -33,3 +40,13 @@ def train(comm: Comm, name: str, stage: int) -> Run:
 def test_native_reductions_give_the_same_bits(pool, stage: int) -> None:
     for run, reference in zip(pool.run(2, train, "plain", stage), unsharded(CASES["plain"], 2), strict=True):
         assert_same(run, reference)
+
+
+@pytest.mark.parametrize(("dtype", "stage"), [("bf16", 0), ("bf16", 3), ("fp16", 0), ("fp16", 2)])
+def test_native_reductions_in_16_bit_give_the_same_bits(pool, dtype: str, stage: int) -> None:
+    """A sum of two, rounded to 16 bit and halved, has the bits of the fp32 sum that is halved and rounded; in fp16 each
+    term is halved first, which is exact while nothing is subnormal."""
+    ask = precise.Ask(dtype)
+    reference = precise.unsharded(CASES["plain"], ask, 2, 1, ranks_first=False)
+    for run, expected in zip(pool.run(2, train, "plain", stage, ask.precision), reference, strict=True):
+        assert_same(run, expected)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.graphs import Layer, Node, Param, chain_graph, dag_graph, own
+from tests.graphs import Layer, Node, Param, chain_graph, dag_graph, own, with_masters
 from zplan.errors import CheckError
 from zplan.graph.ir import Graph
 from zplan.planner.check import check
@@ -16,6 +16,7 @@ from zplan.planner.program import (
     Accumulate,
     AllReduce,
     Caps,
+    Cast,
     Free,
     Gather,
     GatherGradient,
@@ -666,3 +667,34 @@ def test_the_excerpt_at_the_end_shows_the_last_instructions() -> None:
     text = refused(5, without(toy(), Free("y1")), "y1 is left at exit")
     assert "-->" not in text
     assert "Free(value='b1:grad')" in text
+
+
+LOW = with_masters(chain_graph([Layer(dtype="bf16"), Layer(dtype="bf16")]))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", range(4))
+def test_programs_with_masters_are_valid(stage: int, world: int) -> None:
+    program = check(sink_waits(prefetch(keep(toy(stage, graph=LOW, world=world)), distance=1), depth=2))
+    assert sum(isinstance(x, Cast) for x in program.instructions) == (4 if stage == 3 else 2)
+
+
+@pytest.mark.parametrize(
+    ("law", "broken", "words"),
+    [
+        (1, lambda: without(toy(graph=LOW), Cast("b0")), "b0:part is read, but is not alive"),
+        (
+            1,
+            lambda: after(toy(graph=LOW), Update(("b0", "b1")), Cast("b0")),
+            "b0:master is read after the update of b0",
+        ),
+        (1, lambda: before(toy(), Gather(0, "b0"), Cast("b0")), "b0:master is read, but is not alive"),
+        (4, lambda: twice(toy(graph=LOW), Cast("b0")), "b0:part is made while it is there already"),
+        (4, lambda: after(toy(graph=LOW), Gather(0, "b0"), Free("b0:part")), "b0:part is freed while collective 0"),
+        (4, lambda: without(toy(graph=LOW), Free("b0:part")), "b0:part is made while"),
+        (5, lambda: without(toy(graph=LOW), Free("b0:part"), nth=1), "b0:part is left at exit"),
+        (8, lambda: without(toy(graph=LOW, world=1), Free("b0:whole")), "b0:whole crosses from forward to backward"),
+    ],
+)
+def test_laws_of_masters(law: int, broken: Broken, words: str) -> None:
+    refused(law, broken(), words)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.graphs import Builder, Layer, Node, Param, chain_graph, dag_graph, lines, own
+from tests.graphs import Builder, Layer, Node, Param, chain_graph, dag_graph, lines, own, with_masters
 from zplan.graph.ir import Graph, OpKind, Phase, Tensor
 from zplan.planner.check import check
 from zplan.planner.lower import lower
@@ -41,6 +41,12 @@ def place(program: Program, instruction: object, nth: int = 0) -> int:
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_lower_two_layers_is_as_printed(stage: int, golden: Callable[[str, str], None]) -> None:
     golden(f"lower/two_layers_stage_{stage}", lines(toy(stage)))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_lower_with_masters_is_as_printed(stage: int, golden: Callable[[str, str], None]) -> None:
+    low = with_masters(chain_graph([Layer(dtype="bf16"), Layer()]))
+    golden(f"lower/masters_stage_{stage}", lines(check(lower(low, own(low, world=2, stage=stage, reduce="fp32")))))
 
 
 def test_lower_all_reduce_is_as_printed(golden: Callable[[str, str], None]) -> None:

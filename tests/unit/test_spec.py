@@ -36,6 +36,25 @@ def test_what_is_not_said_has_a_default() -> None:
         ({"device": "tpu"}, "device 'tpu': input should be 'cpu' or 'cuda'"),
         ({"prefetch": -1}, "prefetch -1: input should be greater than or equal to 0"),
         ({"depth": 0}, "depth 0: input should be greater than or equal to 1"),
+        (
+            {"precision": "bf61"},
+            "precision 'bf61' is none of bf16, fp16, fp32; nearest: bf16, fp16, and no zplan.Precision",
+        ),
+        ({"precision": 16}, "precision 16 is none of bf16, fp16, fp32, and no zplan.Precision(...)"),
+        (
+            {"precision": {"compute": "bf16", "redcue": "fp32"}},
+            "precision: there is no option 'redcue'; nearest: reduce",
+        ),
+        ({"precision": {"compute": "int8"}}, "precision: compute 'int8': input should be 'bf16', 'fp16' or 'fp32'"),
+        (
+            {"precision": {"compute": "bf16", "reduce": "fp16"}},
+            "precision: reduce 'fp16' is neither fp32 nor what is computed in, bf16",
+        ),
+        ({"precision": {"compute": "bf16", "modules": {"x": "fp8"}}}, "precision: modules.x 'fp8': input should be"),
+        (
+            {"precision": {"compute": "fp16", "loss_scale": 0}},
+            "precision: loss_scale 0: input should be greater than 0",
+        ),
         ({"bugdet": "80GB"}, "there is no option 'bugdet'; nearest: bucket"),
         ({"xyz": 1}, "there is no option 'xyz'; there are stage, world_size, device, memory, bucket"),
         ({"rules": [{"stage": 1}]}, "rule '': pattern is missing"),

@@ -166,6 +166,23 @@ def refuse_mutation(draft: Draft, names: Mapping[fx.Node, str]) -> None:
             )
 
 
+# What refuses operands of several dtypes when it runs, but not when it is traced without values.
+_PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution)
+
+
+def refuse_mixed(draft: Draft) -> None:
+    """Refuses products of two dtypes."""
+    for node in draft.graph.nodes:
+        if node.op == "call_function" and getattr(node.target, "overloadpacket", None) in _PRODUCTS:
+            dtypes = list(dict.fromkeys(tensors(source)[0].dtype for source in node.all_input_nodes))
+            if len(dtypes) > 1:
+                line = draft.places[node].line if node in draft.places else ""
+                raise TraceError(
+                    f"{node.target} is given {' and '.join(map(str, dtypes))}\n--> {line}\ntry: cast one of them, as "
+                    "x.to(self.weight.dtype); under precision= parameters are cast, buffers keep their dtype"
+                )
+
+
 def _refuse_change(name: str, before: fx.Node, after: fx.Node, *, parameter: bool) -> None:
     if parameter:
         raise TraceError(

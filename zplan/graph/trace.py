@@ -14,7 +14,7 @@ from zplan.errors import TraceError
 from zplan.graph import refuse
 from zplan.graph.capture import Capture, Leaves, LossFn, capture, names_of
 from zplan.graph.clean import clean
-from zplan.graph.draft import Draft, constant_names, refuse_mutation
+from zplan.graph.draft import Draft, constant_names, refuse_mixed, refuse_mutation
 from zplan.graph.dtypes import Dtypes, casts, dtypes_of
 from zplan.graph.ir import Graph, Optimizer, Tensor
 from zplan.graph.lift import Lifted, dtype_name, lift
@@ -109,6 +109,7 @@ def trace(
     names = constant_names(draft, captured, model, loss_fn)
     names |= {node: "" for node in names if getattr(captured.module, str(node.target)) is loss_scale}
     refuse_mutation(draft, names)
+    refuse_mixed(draft)
     clean(draft)
     captured.module.recompile()
     captured.module.graph.lint()
