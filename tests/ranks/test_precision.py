@@ -285,23 +285,25 @@ def test_every_rank_skips_and_scales_alike(pool, world: int, stage: int) -> None
         assert str(run) == str(runs[0])
 
 
-def evaluated(comm: Comm, stage: int) -> tuple[torch.Tensor, torch.Tensor, torch.dtype, dict[str, torch.dtype]]:
-    step = compiled(comm, "low gpt", "bf16", stage=stage)
-    case = KINDS["low gpt"]
+def evaluated(
+    comm: Comm, name: str, stage: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.dtype, dict[str, torch.dtype]]:
+    step = compiled(comm, name, "bf16", stage=stage)
+    case = KINDS[name]
     step(case.batch(1))
     loss = step.evaluate(case.batch(2))
     with step.whole_parameters() as model:
-        model.eval()
-        by_hand = case.loss_fn(model, case.batch(2)).detach()
+        low = copy.deepcopy(model).bfloat16().eval()
+        by_hand = case.loss_fn(low, case.batch(2)).detach()
         own = next(model.parameters()).dtype
     return loss, by_hand, own, {name: tensor.dtype for name, tensor in step.full_state_dict().items()}
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_evaluation_and_whole_parameters_are_in_the_dtypes_of_the_model(pool, stage: int) -> None:
-    for loss, by_hand, own, held in pool.run(2, evaluated, stage):
+@pytest.mark.parametrize(("name", "stage"), [("low gpt", 0), ("low gpt", 3), ("gpt", 2)])
+def test_evaluation_computes_as_training_and_whole_parameters_are_in_the_models_own_dtype(pool, name, stage) -> None:
+    for loss, by_hand, own, held in pool.run(2, evaluated, name, stage):
         assert torch.equal(loss, by_hand)
-        assert own == torch.bfloat16
+        assert own == (torch.bfloat16 if name == "low gpt" else torch.float32)
         assert set(held.values()) == {torch.float32}, "masters are not rounded"
 
 
