@@ -125,7 +125,7 @@ class Manifest(_Strict):
     folder: str
     files: dict[str, File]
     tensors: dict[str, Stored]
-    contents: Contents | None
+    contents: Contents
 
 
 def file_of(rank: int) -> str:
