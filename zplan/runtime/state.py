@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,15 @@ USE = "open `with step.whole_parameters() as model:` around it"
 SAVE = "take step.full_state_dict()"
 LOAD = "load it before compile"
 KEEP = "take step.full_state_dict() before close(), and load it into a model of your own"
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Of a buffer: all its names, those of them in a state_dict, and its shape."""
+
+    names: tuple[str, ...]
+    persistent: tuple[str, ...]
+    shape: tuple[int, ...]
 
 
 class State:
@@ -64,6 +74,22 @@ class State:
             if bucket.at_hand:
                 found |= {slot.tensor: _view(flat, slot) for slot in bucket.slots}
         return found
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """This rank's own, under the first name of each; every step reads and writes these very tensors."""
+        return dict(self._buffers)
+
+    def buffer_names(self) -> dict[str, Names]:
+        """For each of `buffers()`: every name it has, and those of them in the model's own state_dict."""
+        with self.unguarded() as model:
+            listed = set(model.state_dict())
+        names: dict[int, list[str]] = {}
+        for name, buffer in self.model.named_buffers(remove_duplicate=False):
+            names.setdefault(id(buffer), []).append(name)
+        return {
+            name: Names(tuple(names[id(b)]), tuple(n for n in names[id(b)] if n in listed), tuple(b.shape))
+            for name, b in self._buffers.items()
+        }
 
     def full(self) -> dict[str, torch.Tensor]:
         """Whole parameters and persistent buffers under every name of the model, copied; a collective.
