@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from zplan.errors import SpecError
+from zplan.errors import SpecError, nearest
 from zplan.graph.lift import dtype_name
 from zplan.planner.plan import Plan
-from zplan.planner.spec import nearest
 from zplan.runtime import store
 from zplan.runtime.state import State
 from zplan.runtime.store import DTYPES, Contents, Manifest

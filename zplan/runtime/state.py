@@ -13,6 +13,8 @@ from zplan.planner.buckets import Bucket, Slot
 from zplan.planner.ownership import Ownership
 from zplan.planner.program import held
 from zplan.runtime.comm import Comm
+from zplan.runtime.failure import memory_for
+from zplan.units import ITEMSIZE, format_bytes
 
 USE = "open `with step.whole_parameters() as model:` around it"
 SAVE = "take step.full_state_dict()"
@@ -50,7 +52,8 @@ class State:
         self.closed = False
         parameters = dict(model.named_parameters())
         for bucket in ownership.buckets:
-            flat = _flatten(bucket, parameters)
+            with memory_for(f"{bucket.name} of {len(ownership.buckets)} buckets was laid out, {_size(bucket)}"):
+                flat = _flatten(bucket, parameters)
             if sync:
                 comm.broadcast(flat)
             if not bucket.whole_at_rest:
@@ -99,10 +102,11 @@ class State:
         """
         tensors: dict[str, torch.Tensor] = {}
         for bucket in self.ownership.buckets:
-            flat = self._gather(bucket)
-            for slot in bucket.slots:
-                copy = _view(flat, slot).clone()
-                tensors |= dict.fromkeys(self._aliases[slot.tensor], copy)
+            with memory_for(f"full_state_dict made {bucket.name} whole, {_size(bucket)}"):
+                flat = self._gather(bucket)
+                for slot in bucket.slots:
+                    copy = _view(flat, slot).clone()
+                    tensors |= dict.fromkeys(self._aliases[slot.tensor], copy)
         with self.unguarded() as model:
             names = model.state_dict()
         for name, buffer in names.items():
@@ -206,6 +210,10 @@ def _flatten(bucket: Bucket, parameters: Mapping[str, torch.nn.Parameter]) -> to
     for slot in bucket.slots:
         _view(flat, slot).copy_(parameters[slot.tensor].detach())
     return flat
+
+
+def _size(bucket: Bucket) -> str:
+    return format_bytes(bucket.numel * ITEMSIZE[bucket.held])
 
 
 def _view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
