@@ -23,6 +23,7 @@ from zplan.precision import Precision
 from zplan.progress import Progress, quiet
 from zplan.runtime import agree
 from zplan.runtime.comm import Comm
+from zplan.runtime.group import make_group
 from zplan.runtime.optim import Clipping
 from zplan.runtime.state import State
 from zplan.runtime.step import TrainStep
@@ -131,6 +132,7 @@ def compile(
     group: dist.ProcessGroup | None = None,
     clip: float | None = None,
     skip_nonfinite: bool = False,
+    timeout: float | None = None,
     sync: bool = True,
     stage: int | str | None = None,
     memory: int | str | None = None,
@@ -151,13 +153,14 @@ def compile(
     the world is one rank. `clip`: gradients are scaled down so that their norm over all parameters is at most this, as
     torch's `clip_grad_norm_` does (`float("inf")` only measures: `step.grad_norm`). `skip_nonfinite`: a step whose
     gradients hold an infinity or a NaN updates nothing, on any rank, and `step.skipped` says so. Parameters and buffers
-    become rank 0's unless `sync=False`. Raises on every rank, with the same words, when ranks fail or their plans
-    differ.
+    become rank 0's unless `sync=False`. `timeout`: seconds after which a rank that waits for others gives up, in a
+    group that zplan makes; None: torch's, 30 minutes on gloo and 10 on NCCL. Raises on every rank, with the same words,
+    when ranks fail or their plans differ.
     """
     asked: dict[str, Any] = {"stage": stage, "memory": memory, "rules": rules, "bucket": bucket, "prefetch": prefetch}
     asked |= {"depth": depth, "micro_batches": micro_batches, "precision": precision}
     asked = {name: value for name, value in asked.items() if value is not None}
-    comm, owns_group = _comm(group, model)
+    comm, owns_group = _comm(group, model, timeout)
     clipping = Clipping(clip, skip_nonfinite)
 
     def make() -> tuple[Trace, Plan, torch.optim.Optimizer]:
@@ -258,17 +261,17 @@ def _default_world() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def _comm(group: dist.ProcessGroup | None, model: torch.nn.Module) -> tuple[Comm, bool]:
+def _comm(group: dist.ProcessGroup | None, model: torch.nn.Module, timeout: float | None) -> tuple[Comm, bool]:
     """The group to use, and whether it was made here."""
+    if timeout is not None and (group is not None or dist.is_initialized()):
+        raise SpecError(
+            "timeout= is of a group that zplan makes, and this one is yours: init_process_group(timeout=...)"
+        )
     if group is not None:
         return Comm(group), False
     if dist.is_initialized():
         return Comm(dist.group.WORLD), False
     if dist.is_torchelastic_launched():
-        device = _device(model)
-        if device.type == "cuda":
-            dist.init_process_group("nccl", device_id=device)
-        else:
-            dist.init_process_group("gloo")
+        make_group(_device(model).type, timeout=timeout)
         return Comm(dist.group.WORLD), True
     return Comm(None), False

@@ -281,6 +281,9 @@ def run(
     precision: PrecisionOption = None,
     rule: RuleOption = None,
     spec: SpecOption = None,
+    timeout: Annotated[
+        float | None, typer.Option(min=0.001, help="Seconds after which a rank that waits for others gives up.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Rank r seeds torch with seed + r.")] = 0,
     json_: JsonOption = False,
 ) -> None:
@@ -290,6 +293,7 @@ def run(
 
     import zplan
     from zplan.jobs import chain_first, load_job, stream_of
+    from zplan.runtime.group import make_group
 
     asked = merged(
         spec,
@@ -312,8 +316,7 @@ def run(
         raise SpecError(f"{job} has no optimizer: give zplan.Job one, such as functools.partial(torch.optim.AdamW)")
     own_group = dist.is_torchelastic_launched() and not dist.is_initialized()
     if own_group:
-        cuda = next(made.model.parameters()).device.type == "cuda"
-        dist.init_process_group("nccl" if cuda else "gloo")
+        make_group(next(made.model.parameters()).device.type, timeout=timeout)
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     console = Console(stderr=True, quiet=rank != 0)
     torch.manual_seed(seed + rank)

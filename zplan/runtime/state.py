@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,11 +13,22 @@ from zplan.planner.buckets import Bucket, Slot
 from zplan.planner.ownership import Ownership
 from zplan.planner.program import held
 from zplan.runtime.comm import Comm
+from zplan.runtime.failure import memory_for
+from zplan.units import ITEMSIZE, format_bytes
 
 USE = "open `with step.whole_parameters() as model:` around it"
 SAVE = "take step.full_state_dict()"
 LOAD = "load it before compile"
 KEEP = "take step.full_state_dict() before close(), and load it into a model of your own"
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Of a buffer: all its names, those of them in a state_dict, and its shape."""
+
+    names: tuple[str, ...]
+    persistent: tuple[str, ...]
+    shape: tuple[int, ...]
 
 
 class State:
@@ -40,7 +52,8 @@ class State:
         self.closed = False
         parameters = dict(model.named_parameters())
         for bucket in ownership.buckets:
-            flat = _flatten(bucket, parameters)
+            with memory_for(f"{bucket.name} of {len(ownership.buckets)} buckets was laid out, {_size(bucket)}"):
+                flat = _flatten(bucket, parameters)
             if sync:
                 comm.broadcast(flat)
             if not bucket.whole_at_rest:
@@ -65,6 +78,22 @@ class State:
                 found |= {slot.tensor: _view(flat, slot) for slot in bucket.slots}
         return found
 
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """This rank's own, under the first name of each; every step reads and writes these very tensors."""
+        return dict(self._buffers)
+
+    def buffer_names(self) -> dict[str, Names]:
+        """For each of `buffers()`: every name it has, and those of them in the model's own state_dict."""
+        with self.unguarded() as model:
+            listed = set(model.state_dict())
+        names: dict[int, list[str]] = {}
+        for name, buffer in self.model.named_buffers(remove_duplicate=False):
+            names.setdefault(id(buffer), []).append(name)
+        return {
+            name: Names(tuple(names[id(b)]), tuple(n for n in names[id(b)] if n in listed), tuple(b.shape))
+            for name, b in self._buffers.items()
+        }
+
     def full(self) -> dict[str, torch.Tensor]:
         """Whole parameters and persistent buffers under every name of the model, copied; a collective.
 
@@ -73,10 +102,11 @@ class State:
         """
         tensors: dict[str, torch.Tensor] = {}
         for bucket in self.ownership.buckets:
-            flat = self._gather(bucket)
-            for slot in bucket.slots:
-                copy = _view(flat, slot).clone()
-                tensors |= dict.fromkeys(self._aliases[slot.tensor], copy)
+            with memory_for(f"full_state_dict made {bucket.name} whole, {_size(bucket)}"):
+                flat = self._gather(bucket)
+                for slot in bucket.slots:
+                    copy = _view(flat, slot).clone()
+                    tensors |= dict.fromkeys(self._aliases[slot.tensor], copy)
         with self.unguarded() as model:
             names = model.state_dict()
         for name, buffer in names.items():
@@ -180,6 +210,10 @@ def _flatten(bucket: Bucket, parameters: Mapping[str, torch.nn.Parameter]) -> to
     for slot in bucket.slots:
         _view(flat, slot).copy_(parameters[slot.tensor].detach())
     return flat
+
+
+def _size(bucket: Bucket) -> str:
+    return format_bytes(bucket.numel * ITEMSIZE[bucket.held])
 
 
 def _view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:

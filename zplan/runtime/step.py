@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from zplan.graph.trace import Trace
 from zplan.planner.auto import accept
 from zplan.planner.plan import Plan, Schedule, program_of
 from zplan.planner.program import Position, Program, Update
+from zplan.progress import Progress, quiet
 from zplan.runtime import agree
 from zplan.runtime.comm import Comm
 from zplan.runtime.evaluation import Evaluation, make_evaluation
@@ -22,6 +24,10 @@ from zplan.runtime.failure import explain
 from zplan.runtime.optim import NO_CLIPPING, Clipping, LossScale, Shards
 from zplan.runtime.rewrite import Ready, carried, inputs, rewrite
 from zplan.runtime.state import State
+
+if TYPE_CHECKING:
+    from zplan.runtime.background import Saving
+    from zplan.runtime.checkpoint import Training
 
 
 class TrainStep:
@@ -78,6 +84,8 @@ class TrainStep:
         self._carried: dict[str, torch.Tensor] = {}
         self._evaluations: dict[Any, Evaluation] = {}
         self._evaluated: Evaluation | None = None
+        self._steps = 0
+        self._saving: Saving | None = None
 
     def __call__(self, *batches: Any) -> Any:
         """Trains on a batch, or on several micro-batches with one update; returns this rank's loss, detached.
@@ -95,6 +103,7 @@ class TrainStep:
         ready = self._at(Position.LAST if self._pending else Position.ONLY)
         results.append(self._train(ready, last))
         self._pending = 0
+        self._steps += 1
         return results[0] if len(results) == 1 else _together(results)
 
     def accumulate(self, batch: Any) -> Any:
@@ -215,6 +224,11 @@ class TrainStep:
         """What the loss of the next step is multiplied by before its backward: in fp16, 1 else. Gradients are not."""
         return 1.0 if self._loss_scale is None else float(self._loss_scale.value)
 
+    @property
+    def steps(self) -> int:
+        """Optimizer steps done, skipped ones and those before a `load` included."""
+        return self._steps
+
     def residents(self) -> dict[str, torch.Tensor]:
         """What this rank holds of parameters, buffers and constants between steps, by value name."""
         return dict(self._fixed)
@@ -234,6 +248,68 @@ class TrainStep:
         with self._state.whole() as model:
             yield model
 
+    def save(
+        self,
+        path: str | Path,
+        *,
+        scheduler: Any = None,
+        extra: Any = None,
+        blocking: bool = True,
+        progress: Progress = quiet,
+    ) -> "Saving | None":
+        """Writes all that training needs to go on, into the folder `path`; a collective.
+
+        Parameters, the optimizer's states and group options, `scheduler` (one or several), rank 0's buffers, the
+        number of steps, each rank's random state, and `extra`: numbers, strings, tensors, and dicts, lists and tuples
+        of them, the same on every rank. Each rank writes its own share. What `path` held before stays until the new
+        save is whole; then it is removed. `path` is on a file system that every rank sees. Raises `StateError` where
+        it cannot be written.
+
+        With `blocking=False` a copy is made and written while steps go on: returns a handle whose `wait()`, on every
+        rank, waits for the end and raises what went wrong, as do the next `save`, `load` and `close`. Memory: the copy,
+        on the host.
+        """
+        self._whole_step("save")
+        self._settle()
+        from zplan.runtime import checkpoint
+
+        options = {"scheduler": scheduler, "extra": extra, "blocking": blocking, "progress": progress}
+        self._saving = checkpoint.save(self._training(), path, **options)
+        return self._saving
+
+    def load(self, path: str | Path, *, scheduler: Any = None, progress: Progress = quiet) -> Any:
+        """Takes over what `save` wrote at `path`, at any number of ranks, stages and bucket sizes; returns `extra`.
+
+        A collective. First it looks whether the save is of this model and optimizer and whether its files are what was
+        written: `SpecError` says what is not, and then nothing was changed. Options of the optimizer's groups become
+        the saved ones, as with torch's `load_state_dict`. Buffers become the saved ones on every rank. A rank that was
+        not there when it was saved gets a random state of its own, the same in every load. `scheduler`: as many as were
+        saved, of the same classes; () leaves them out.
+        """
+        self._whole_step("load")
+        self._settle()
+        from zplan.runtime import checkpoint
+
+        loading = checkpoint.load(self._training(), path, scheduler=scheduler, progress=progress)
+        try:
+            extra = loading.finish()
+        except BaseException as error:
+            self._failed = f"load of {path} broke off: {error}"
+            raise
+        self._steps = loading.manifest.contents.steps
+        return extra
+
+    def _training(self) -> "Training":
+        from zplan.runtime.checkpoint import Training
+
+        return Training(self.plan, self._state, self.optimizer, self._comm, self._steps)
+
+    def _settle(self) -> None:
+        """Waits for a save under way."""
+        saving, self._saving = self._saving, None
+        if saving is not None and not saving.waited:
+            saving.wait()
+
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         """The mean over ranks of a tensor of the same shape on each, summed in rank order; a collective."""
         self._usable("mean")
@@ -245,9 +321,12 @@ class TrainStep:
             return
         self._closed = True
         self._state.closed = True
-        self._comm.barrier()
-        if self._owns_group:
-            dist.destroy_process_group()
+        try:
+            self._settle()
+        finally:
+            self._comm.barrier()
+            if self._owns_group:
+                dist.destroy_process_group()
 
     def __enter__(self) -> "TrainStep":
         return self
@@ -256,6 +335,8 @@ class TrainStep:
         if kind is None:
             self.close()
         else:
+            if self._saving is not None:
+                self._saving.cancel()
             # The others may never come to a barrier: leave without one.
             self._closed = self._state.closed = True
 
