@@ -3,6 +3,8 @@
 The first ones tell the user what to change. `CheckError` alone is a fault of zplan itself.
 """
 
+from difflib import get_close_matches
+
 
 class ZplanError(Exception):
     """The root of every error here: catch it to catch all of them."""
@@ -34,3 +36,9 @@ class BudgetError(ZplanError):
 
 class CheckError(ZplanError):
     """A program breaks a law. This is a fault of zplan, not of the model: please report it."""
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """`; nearest: a, b`, or nothing where nothing is near."""
+    found = get_close_matches(name, known, n=3, cutoff=0.5)
+    return f"; nearest: {', '.join(found)}" if found else ""

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from zplan.api import Job
-from zplan.errors import SpecError
-from zplan.planner.spec import nearest
+from zplan.errors import SpecError, nearest
 
 # What a class of the library is trained on, by the end of its name.
 _TOKENS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForPreTraining")

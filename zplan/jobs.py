@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zplan.api import Job
-from zplan.errors import SpecError
-from zplan.planner.spec import nearest
+from zplan.errors import SpecError, nearest
 
 
 def load_job(where: str) -> Job:

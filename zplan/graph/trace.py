@@ -17,7 +17,7 @@ from zplan.graph.clean import clean
 from zplan.graph.draft import Draft, constant_names, refuse_mutation
 from zplan.graph.ir import Graph, Optimizer, Tensor
 from zplan.graph.lift import Lifted, dtype_name, lift
-from zplan.graph.optimizer import Factory, groups_of, measure
+from zplan.graph.optimizer import Factories, groups_of, measure
 from zplan.progress import Progress, quiet
 
 # The attribute that `zplan.annotate` leaves on a module.
@@ -62,7 +62,7 @@ def trace(
     loss_fn: LossFn,
     batch: Any,
     *,
-    optimizer: Factory | None = None,
+    optimizer: Factories | None = None,
     device: torch.device | str | None = None,
     runs_on: str | None = None,
     evaluate: bool = False,

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from zplan.errors import SpecError
+from zplan.errors import SpecError, nearest
 from zplan.graph.ir import Graph, Tensor
-from zplan.planner.spec import Rule, nearest
+from zplan.planner.spec import Rule
 
 # What a rule may say, and where in the words it stands.
 _SAYS = ("stage", "bucket", "keep")

@@ -7,8 +7,7 @@ The reserve is what a process holds that torch's allocator does not see: a CUDA 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zplan.errors import SpecError
-from zplan.planner.spec import nearest
+from zplan.errors import SpecError, nearest
 
 CONTEXT_NBYTES = 600_000_000
 NCCL_NBYTES = 1_600_000_000

@@ -2,13 +2,12 @@
 
 import json
 import tomllib
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from zplan.errors import SpecError
+from zplan.errors import SpecError, nearest
 from zplan.planner.stages import AUTO, parse_stage
 from zplan.units import parse_size
 
@@ -129,12 +128,6 @@ def load_spec(path: str | Path) -> dict[str, Any]:
     except SpecError as error:
         raise SpecError(f"{file}: {error}") from None
     return {name: getattr(spec, name) for name in spec.model_fields_set}
-
-
-def nearest(name: str, known: list[str]) -> str:
-    """`; nearest: a, b`, or nothing where nothing is near."""
-    found = get_close_matches(name, known, n=3, cutoff=0.5)
-    return f"; nearest: {', '.join(found)}" if found else ""
 
 
 def _words(error: ValidationError, known: list[str]) -> str:
