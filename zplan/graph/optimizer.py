@@ -131,27 +131,27 @@ def measure(factory: Factories | None, model: nn.Module, *, device: str = "cpu")
     for name, parameter in model.named_parameters():
         if name in groups:
             dtypes.setdefault(groups[name], {})[parameter.dtype] = None
-    kinds = [type(each).__name__ for each in _each(optimizer)]
-    holds = [kind for kind, each in zip(kinds, _each(optimizer), strict=True) for _ in each.param_groups]
-    facts = []
-    for index in sorted(dtypes):
-        options = _options(optimizer.param_groups[index])
-        # Of several, a group says whose it is.
-        options = f"{holds[index]}: {options}" if len(kinds) > 1 else options
-        for dtype in dtypes[index]:
-            facts.append(_facts(factory, model, index, dtype, options, device))
-    return Optimizer(" + ".join(kinds), tuple(facts), assumed=factory is None)
+    facts, first = [], 0
+    for each in _each(optimizer):
+        for index in range(len(each.param_groups)):
+            options = _options(each.param_groups[index])
+            if isinstance(optimizer, Optimizers):  # a group says whose it is
+                options = f"{type(each).__name__}: {options}"
+            for dtype in dtypes.get(first + index, ()):
+                facts.append(_facts(each, index, first + index, dtype, options, device))
+        first += len(each.param_groups)
+    name = " + ".join(type(each).__name__ for each in _each(optimizer))
+    return Optimizer(name, tuple(facts), assumed=factory is None)
 
 
-def _facts(
-    factory: Factories | None, model: nn.Module, index: int, dtype: torch.dtype, options: str, device: str
-) -> Group:
+def _facts(optimizer: optim.Optimizer, index: int, number: int, dtype: torch.dtype, options: str, device: str) -> Group:
+    """Of its group `index`, which is `number` among the groups of all optimizers."""
+    group = optimizer.param_groups[index]
+    if device == "cuda" and all(group.get(key) is None for key in ("foreach", "fused")):
+        group["foreach"] = True
+
     def run(where: str, *numels: int) -> "_Cost":
-        optimizer, _ = groups_of(factory, model)
-        if device == "cuda" and all(optimizer.param_groups[index].get(k) is None for k in ("foreach", "fused")):
-            optimizer.param_groups[index]["foreach"] = True
-        slices = [nn.Parameter(torch.zeros(numel, dtype=dtype, device=where)) for numel in numels]
-        return _two_steps(optimizer, index, slices)
+        return _two_steps(optimizer, index, [nn.Parameter(torch.zeros(n, dtype=dtype, device=where)) for n in numels])
 
     try:
         n, where = _ON_META, "meta"
@@ -161,13 +161,13 @@ def _facts(
         try:
             one, twice, two, three = run(where, n), run(where, 2 * n), run(where, n, n), run(where, n, n, n)
         except Exception as error:
-            raise SpecError(f"a step of optimizer group {index} ({options}) raised {error}") from error
+            raise SpecError(f"a step of optimizer group {number} ({options}) raised {error}") from error
     per_element = (twice.state - one.state) / n
     # A loop over slices still holds the last slice's scratch when it makes the next one's: two slices against three
     # tell that from scratch that grows with all of them. With a single slice this is an upper bound.
     every = round((three.scratch - two.scratch) / n, 2)
     return Group(
-        index=index,
+        index=number,
         dtype=dtype_name(dtype),
         options=options,
         state_per_element=per_element,
