@@ -3,11 +3,9 @@
 import functools
 import gc
 import os
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
 import torch
 
 import zplan
