@@ -1,7 +1,7 @@
 """The functions that people call: plan, compile, annotate, load_plan."""
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from zplan.runtime.step import TrainStep
 
 LossFn = Callable[[Any, Any], Any]
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
+Optimizers = OptimizerFactory | Mapping[str, OptimizerFactory]
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Job:
     model: torch.nn.Module
     loss_fn: LossFn
     batches: Iterable[Any] | Callable[[int, int], Iterable[Any]]
-    optimizer: OptimizerFactory | None = None
+    optimizer: Optimizers | None = None
 
 
 def annotate(module: torch.nn.Module, *, stage: int) -> torch.nn.Module:
@@ -58,7 +59,7 @@ def plan(
     loss_fn: LossFn,
     batch: Any,
     *,
-    optimizer: OptimizerFactory | None = None,
+    optimizer: Optimizers | None = None,
     stage: int | str = AUTO,
     world_size: int | None = None,
     memory: int | str | None = None,
@@ -73,7 +74,8 @@ def plan(
 ) -> Plan:
     """Traces one micro-batch and plans it for `world_size` ranks; runs nothing, and leaves the model as it is.
 
-    `optimizer` is a factory from named parameters to an optimizer; without one, AdamW is assumed and the plan says so.
+    `optimizer` is a factory from named parameters to an optimizer, or a mapping from patterns of their names to
+    factories (the first that matches wins, as with `Rule`); without one, AdamW is assumed and the plan says so.
     `stage`: 0 to 3, or "auto", the lowest that fits `memory`, the bytes that one rank may hold at once (None: what the
     CUDA device has, less a reserve for what the allocator does not see; on a CPU there is no budget). `device`: the
     type that will run it, by default where the model lives; for "cuda" without one at hand, operators are those of a
@@ -126,7 +128,7 @@ def compile(
     loss_fn: LossFn,
     batch: Any,
     *,
-    optimizer: OptimizerFactory,
+    optimizer: Optimizers,
     plan: Plan | str | Path | None = None,
     strict: bool = False,
     group: dist.ProcessGroup | None = None,
@@ -209,7 +211,7 @@ def _traced(
     model: torch.nn.Module,
     loss_fn: LossFn,
     batch: Any,
-    optimizer: OptimizerFactory | None,
+    optimizer: Optimizers | None,
     device: str | torch.device | None,
     progress: Progress,
     **options: Any,

@@ -9,13 +9,19 @@ import torch
 from torch import nn
 
 import zplan
-from tests.ranks.training import ADAMW, CASES, STEPS, Case, Run, assert_same, build, seed, unsharded
+from tests.ranks.training import CASES, STEPS, Case, Run, assert_same, build, seed, unsharded
 from zplan.runtime.comm import Comm
 
 
-def planned(case: Case, model: nn.Module | None = None, **options: Any) -> zplan.Plan:
+def planned(case: Case, model: nn.Module | None = None, batch: Any = None, **options: Any) -> zplan.Plan:
     given = {"world_size": 2, "stage": 3, "bucket": 4_000, **options}
-    return zplan.plan(model or build(case), case.loss_fn, case.batch(0), optimizer=case.optimizer, **given)
+    batch = case.batch(0) if batch is None else batch
+    return zplan.plan(model or build(case), case.loss_fn, batch, optimizer=case.optimizer, **given)
+
+
+def compiled(comm: Comm, case: Case, model: nn.Module | None = None, **options: Any) -> zplan.TrainStep:
+    given = {"optimizer": case.optimizer, "group": comm.group, **options}
+    return zplan.compile(model or build(case), case.loss_fn, case.batch(0), **given)
 
 
 def train(comm: Comm, name: str, plan: Any) -> tuple[Run, str, list[str]]:
@@ -23,7 +29,7 @@ def train(comm: Comm, name: str, plan: Any) -> tuple[Run, str, list[str]]:
     model = build(case)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        step = zplan.compile(model, case.loss_fn, case.batch(0), optimizer=case.optimizer, group=comm.group, plan=plan)
+        step = compiled(comm, case, model, plan=plan)
     losses = [step(case.batch(seed(i, comm.rank))) for i in range(STEPS)]
     run = Run(losses, step.full_state_dict(), dict(model.named_buffers()))
     return run, step.plan.hash, [str(each.message) for each in caught if each.category is UserWarning]
@@ -47,15 +53,7 @@ def other_batch(comm: Comm, plan: zplan.Plan, strict: bool) -> tuple[str, list[s
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            step = zplan.compile(
-                build(case),
-                case.loss_fn,
-                case.batch(0),
-                optimizer=case.optimizer,
-                group=comm.group,
-                plan=plan,
-                strict=strict,
-            )
+            step = compiled(comm, case, plan=plan, strict=strict)
         except zplan.SpecError as error:
             return str(error), [], {}
     step(case.batch(seed(0, comm.rank)))
@@ -71,9 +69,7 @@ def larger(batch: Any) -> Any:
 def for_another_batch() -> zplan.Plan:
     case = CASES["plain"]
     rules = (zplan.Rule("*weight", stage=1),)
-    return zplan.plan(
-        build(case), case.loss_fn, larger(case.batch(0)), optimizer=case.optimizer, world_size=2, stage=3, rules=rules
-    )
+    return planned(case, batch=larger(case.batch(0)), bucket="25MB", rules=rules)
 
 
 def test_on_another_graph_of_the_model_decisions_are_lowered_again_and_it_is_said(pool) -> None:
@@ -95,11 +91,8 @@ def test_strict_refuses_that_on_every_rank(pool) -> None:
 
 
 def refused(comm: Comm, plan: Any, options: dict[str, Any] | None = None) -> str:
-    case, asked = CASES["plain"], options or {}
     try:
-        zplan.compile(
-            build(case), case.loss_fn, case.batch(0), optimizer=case.optimizer, group=comm.group, plan=plan, **asked
-        )
+        compiled(comm, CASES["plain"], plan=plan, **(options or {}))
     except zplan.ZplanError as error:
         return f"{type(error).__name__}: {error}"
     return "compiled"
@@ -138,24 +131,10 @@ def test_a_damaged_file_is_refused_on_every_rank(pool, tmp_path: Path) -> None:
 def test_the_budget_is_checked_again(pool) -> None:
     """A plan that fits for its own small batch, and does not for the one that is run."""
     case = CASES["plain"]
-    peaks = [
-        zplan.plan(
-            build(case), case.loss_fn, batch, optimizer=case.optimizer, world_size=2, stage=3, bucket=4_000
-        ).memory.peak_bytes
-        for batch in (smaller(case.batch(0)), case.batch(0))
-    ]
+    small = smaller(case.batch(0))
+    peaks = [planned(case, batch=batch).memory.peak_bytes for batch in (small, case.batch(0))]
     assert peaks[0] < peaks[1]
-    plan = zplan.plan(
-        build(case),
-        case.loss_fn,
-        smaller(case.batch(0)),
-        optimizer=case.optimizer,
-        world_size=2,
-        stage=3,
-        bucket=4_000,
-        memory=peaks[1] - 1,
-    )
-    one, two = pool.run(2, refused, plan)
+    one, two = pool.run(2, refused, planned(case, batch=small, memory=peaks[1] - 1))
     assert one == two
     assert one.startswith("BudgetError: each rank peaks at ")
 
@@ -167,16 +146,7 @@ def smaller(batch: Any) -> Any:
 def budget(comm: Comm, memory: int, stage: Any) -> str:
     case = CASES["plain"]
     try:
-        step = zplan.compile(
-            build(case),
-            case.loss_fn,
-            case.batch(0),
-            optimizer=case.optimizer,
-            group=comm.group,
-            memory=memory,
-            stage=stage,
-            bucket=4_000,
-        )
+        step = compiled(comm, case, memory=memory, stage=stage, bucket=4_000)
     except zplan.BudgetError as error:
         return str(error)
     step(case.batch(seed(0, comm.rank)))
@@ -196,9 +166,7 @@ def test_auto_runs_the_lowest_stage_that_fits_or_every_rank_says_why_not(pool) -
 
 
 def default_stage(comm: Comm) -> int:
-    case = CASES["plain"]
-    step = zplan.compile(build(case), case.loss_fn, case.batch(0), optimizer=ADAMW, group=comm.group)
-    return step.plan.stage
+    return compiled(comm, CASES["plain"]).plan.stage
 
 
 def test_without_stage_or_budget_a_cpu_runs_stage_0(pool) -> None:

@@ -266,11 +266,11 @@ def test_an_estimate_does_not_change() -> None:
         ({"params": "big"}, "params 'big' is no count: write 7500000000, '7.5e9' or '7.5B'"),
         (
             {"precision": "mixd"},
-            "precision 'mixd' does not exist: there are mixed and fp32; did you mean 'mixed'?",
+            "precision 'mixd' does not exist: there are mixed and fp32; nearest: mixed",
         ),
         (
             {"precision": "FP32"},
-            "precision 'FP32' does not exist: there are mixed and fp32; did you mean 'fp32'?",
+            "precision 'FP32' does not exist: there are mixed and fp32; nearest: fp32",
         ),
         ({"precision": "int8"}, "precision 'int8' does not exist: there are mixed and fp32"),
     ],
@@ -286,7 +286,7 @@ def test_estimate_refuses(wrong: dict[str, Any], words: str) -> None:
     [
         ({"stage": 4}, "stage 4 does not exist: there are 0, 1, 2 and 3"),
         ({"world": 0}, "world 0 must be a whole number, 1 or more"),
-        ({"precision": "fp31"}, "precision 'fp31' does not exist: there are mixed and fp32; did you mean 'fp32'?"),
+        ({"precision": "fp31"}, "precision 'fp31' does not exist: there are mixed and fp32; nearest: fp32"),
         ({"memory": 0}, "memory 0 must be above zero"),
         ({"memory": "lots"}, "memory 'lots' is no size: write bytes, '25MB' or '80GiB'"),
     ],

@@ -13,10 +13,14 @@ from torch import nn, optim
 
 from zplan.errors import SpecError
 from zplan.graph import compat
+from zplan.graph.capture import names_of
 from zplan.graph.ir import Group, Optimizer
 from zplan.graph.lift import dtype_name
+from zplan.graph.optimizers import Optimizers, assign
 
 Factory = Callable[[list[tuple[str, nn.Parameter]]], optim.Optimizer]
+# One for all parameters, or for each pattern of names one.
+Factories = Factory | Mapping[str, Factory]
 
 ELEMENT_WISE: tuple[type[optim.Optimizer], ...] = (
     optim.SGD,
@@ -40,45 +44,30 @@ Held = Mapping[str, torch.dtype]
 
 
 def groups_of(
-    factory: Factory | None, model: nn.Module, *, held: Held | None = None
+    factory: Factories | None, model: nn.Module, *, held: Held | None = None
 ) -> tuple[optim.Optimizer, dict[str, int]]:
     """Calls the factory with the model's trainable parameters, on meta, by name. Returns it and name -> group index.
 
-    `held`: the dtypes in which they are updated, where these are not the model's.
+    A mapping makes one `Optimizers`, whose groups are those of all factories, in the order of their patterns. `held`:
+    the dtypes in which parameters are updated, where these are not the model's.
     """
     held = {} if held is None else held
-    given = [
-        (name, nn.Parameter(torch.empty(parameter.shape, dtype=held.get(name, parameter.dtype), device="meta")))
+    given = {
+        name: nn.Parameter(torch.empty(parameter.shape, dtype=held.get(name, parameter.dtype), device="meta"))
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
-    ]
+    }
     if not given:
         raise SpecError("the model has no trainable parameter: nothing for an optimizer to do")
-    make: Factory = optim.AdamW if factory is None else factory
-    if isinstance(make, optim.Optimizer):
-        raise SpecError(
-            f"the optimizer is a {type(make).__name__} that is built already: give what builds it, as "
-            f"functools.partial(torch.optim.{type(make).__name__}, lr=3e-4), since each rank steps on its own shards"
+    optimizer: optim.Optimizer
+    if isinstance(factory, Mapping):
+        named = assign(factory, names_of(model.named_parameters(remove_duplicate=False)), list(given))
+        optimizer = Optimizers(
+            [_made(factory[p], [(n, given[n]) for n in own], f" for {p!r}") for p, own in named.items()]
         )
-    if not callable(make):
-        raise SpecError(f"the optimizer is a {type(make).__name__}, not a function of [(name, parameter), ...]")
-    try:
-        optimizer = make(given)
-    except Exception as error:
-        raise SpecError(
-            f"the optimizer factory raised {type(error).__name__}: {error}\n"
-            "it is called with [(name, parameter), ...], as functools.partial(torch.optim.AdamW, lr=3e-4) takes it"
-        ) from error
-    if not isinstance(optimizer, optim.Optimizer):
-        kind = type(optimizer).__name__
-        raise SpecError(f"the optimizer factory returned a {kind}, not a torch.optim.Optimizer")
-    if type(optimizer) not in ELEMENT_WISE:
-        known = ", ".join(kind.__name__ for kind in ELEMENT_WISE)
-        raise SpecError(
-            f"{type(optimizer).__name__} is not known to work element by element, and each rank owns slices of "
-            f"parameters: it would be silently wrong\nwhole-matrix ownership does not exist yet; try one of {known}"
-        )
-    names = {id(parameter): name for name, parameter in given}
+    else:
+        optimizer = _made(optim.AdamW if factory is None else factory, list(given.items()))
+    names = {id(parameter): name for name, parameter in given.items()}
     groups: dict[str, int] = {}
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -92,45 +81,84 @@ def groups_of(
     return optimizer, groups
 
 
+def _made(make: Any, given: list[tuple[str, nn.Parameter]], of: str = "") -> optim.Optimizer:
+    """What the factory makes of these; `of` says in errors which one it is."""
+    if isinstance(make, optim.Optimizer):
+        raise SpecError(
+            f"the optimizer{of} is a {type(make).__name__} that is built already: give what builds it, as "
+            f"functools.partial(torch.optim.{type(make).__name__}, lr=3e-4), since each rank steps on its own shards"
+        )
+    if not callable(make):
+        raise SpecError(f"the optimizer{of} is a {type(make).__name__}, not a function of [(name, parameter), ...]")
+    try:
+        optimizer = make(given)
+    except Exception as error:
+        raise SpecError(
+            f"the optimizer factory{of} raised {type(error).__name__}: {error}\n"
+            "it is called with [(name, parameter), ...], as functools.partial(torch.optim.AdamW, lr=3e-4) takes it"
+        ) from error
+    if not isinstance(optimizer, optim.Optimizer):
+        kind = type(optimizer).__name__
+        raise SpecError(f"the optimizer factory{of} returned a {kind}, not a torch.optim.Optimizer")
+    if type(optimizer) not in ELEMENT_WISE:
+        known = ", ".join(kind.__name__ for kind in ELEMENT_WISE)
+        where = of and f"{of[1:]}: "
+        raise SpecError(
+            f"{where}{type(optimizer).__name__} is not known to work element by element, and each rank owns slices of "
+            f"parameters: it would be silently wrong\nwhole-matrix ownership does not exist yet; try one of {known}"
+        )
+    return optimizer
+
+
+def _each(optimizer: optim.Optimizer) -> tuple[optim.Optimizer, ...]:
+    return optimizer.optimizers if isinstance(optimizer, Optimizers) else (optimizer,)
+
+
 def rebind(optimizer: optim.Optimizer, slices: Sequence[Sequence[torch.Tensor]]) -> None:
     """Gives group i `slices[i]` in place of its parameters; groups, their order and options stay. State starts anew."""
     if len(slices) != len(optimizer.param_groups):
         raise SpecError(f"{len(slices)} groups of slices for an optimizer with {len(optimizer.param_groups)} groups")
-    optimizer.state.clear()
-    for group, parameters in zip(optimizer.param_groups, slices, strict=True):
-        group["params"] = list(parameters)
-        group.pop("param_names", None)
-        if isinstance(optimizer, optim.Adagrad):  # the one that makes its state when it is built
-            for parameter in parameters:
-                start = group["initial_accumulator_value"]
-                step = torch.zeros((), dtype=torch.float32, device=parameter.device if group["fused"] else "cpu")
-                optimizer.state[parameter] = {"step": step, "sum": torch.full_like(parameter, start)}
+    given = iter(slices)
+    for each in _each(optimizer):
+        each.state.clear()
+        for group in each.param_groups:
+            group["params"] = list(next(given))
+            group.pop("param_names", None)
+            if isinstance(each, optim.Adagrad):  # the one that makes its state when it is built
+                for parameter in group["params"]:
+                    start = group["initial_accumulator_value"]
+                    step = torch.zeros((), dtype=torch.float32, device=parameter.device if group["fused"] else "cpu")
+                    each.state[parameter] = {"step": step, "sum": torch.full_like(parameter, start)}
 
 
-def measure(factory: Factory | None, model: nn.Module, *, device: str = "cpu", held: Held | None = None) -> Optimizer:
+def measure(factory: Factories | None, model: nn.Module, *, device: str = "cpu", held: Held | None = None) -> Optimizer:
     """Facts of each (group, dtype), by real steps on synthetic slices. On CUDA torch's default is `foreach`."""
     optimizer, groups = groups_of(factory, model)
     dtypes: dict[int, dict[torch.dtype, None]] = {}
     for name, parameter in model.named_parameters():
         if name in groups:
             dtypes.setdefault(groups[name], {})[(held or {}).get(name, parameter.dtype)] = None
-    facts = []
-    for index in sorted(dtypes):
-        options = _options(optimizer.param_groups[index])
-        for dtype in dtypes[index]:
-            facts.append(_facts(factory, model, index, dtype, options, device))
-    return Optimizer(type(optimizer).__name__, tuple(facts), assumed=factory is None)
+    facts, first = [], 0
+    for each in _each(optimizer):
+        for index in range(len(each.param_groups)):
+            options = _options(each.param_groups[index])
+            if isinstance(optimizer, Optimizers):  # a group says whose it is
+                options = f"{type(each).__name__}: {options}"
+            for dtype in dtypes.get(first + index, ()):
+                facts.append(_facts(each, index, first + index, dtype, options, device))
+        first += len(each.param_groups)
+    name = " + ".join(type(each).__name__ for each in _each(optimizer))
+    return Optimizer(name, tuple(facts), assumed=factory is None)
 
 
-def _facts(
-    factory: Factory | None, model: nn.Module, index: int, dtype: torch.dtype, options: str, device: str
-) -> Group:
+def _facts(optimizer: optim.Optimizer, index: int, number: int, dtype: torch.dtype, options: str, device: str) -> Group:
+    """Of its group `index`, which is `number` among the groups of all optimizers."""
+    group = optimizer.param_groups[index]
+    if device == "cuda" and all(group.get(key) is None for key in ("foreach", "fused")):
+        group["foreach"] = True
+
     def run(where: str, *numels: int) -> "_Cost":
-        optimizer, _ = groups_of(factory, model)
-        if device == "cuda" and all(optimizer.param_groups[index].get(k) is None for k in ("foreach", "fused")):
-            optimizer.param_groups[index]["foreach"] = True
-        slices = [nn.Parameter(torch.zeros(numel, dtype=dtype, device=where)) for numel in numels]
-        return _two_steps(optimizer, index, slices)
+        return _two_steps(optimizer, index, [nn.Parameter(torch.zeros(n, dtype=dtype, device=where)) for n in numels])
 
     try:
         n, where = _ON_META, "meta"
@@ -140,13 +168,13 @@ def _facts(
         try:
             one, twice, two, three = run(where, n), run(where, 2 * n), run(where, n, n), run(where, n, n, n)
         except Exception as error:
-            raise SpecError(f"a step of optimizer group {index} ({options}) raised {error}") from error
+            raise SpecError(f"a step of optimizer group {number} ({options}) raised {error}") from error
     per_element = (twice.state - one.state) / n
     # A loop over slices still holds the last slice's scratch when it makes the next one's: two slices against three
     # tell that from scratch that grows with all of them. With a single slice this is an upper bound.
     every = round((three.scratch - two.scratch) / n, 2)
     return Group(
-        index=index,
+        index=number,
         dtype=dtype_name(dtype),
         options=options,
         state_per_element=per_element,

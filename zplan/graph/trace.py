@@ -18,7 +18,7 @@ from zplan.graph.draft import Draft, constant_names, refuse_mixed, refuse_mutati
 from zplan.graph.dtypes import Dtypes, casts, dtypes_of
 from zplan.graph.ir import Graph, Optimizer, Tensor
 from zplan.graph.lift import Lifted, dtype_name, lift
-from zplan.graph.optimizer import Factory, groups_of, measure
+from zplan.graph.optimizer import Factories, groups_of, measure
 from zplan.precision import Precision
 from zplan.progress import Progress, quiet
 
@@ -65,7 +65,7 @@ def trace(
     loss_fn: LossFn,
     batch: Any,
     *,
-    optimizer: Factory | None = None,
+    optimizer: Factories | None = None,
     device: torch.device | str | None = None,
     runs_on: str | None = None,
     evaluate: bool = False,

@@ -14,10 +14,9 @@ measures then does not: its stage 1 gives gradients back bucket by bucket, as it
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from difflib import get_close_matches
 from typing import Any
 
-from zplan.errors import SpecError
+from zplan.errors import SpecError, nearest
 from zplan.planner.show import table
 from zplan.planner.stages import STAGES, Residency, parse_stage
 from zplan.units import format_count, parse_count, parse_size
@@ -134,9 +133,8 @@ def _sent(stage: int, recipe: Recipe, m: int) -> int:
 
 def _recipe(precision: str, k: int | None) -> Recipe:
     if precision not in RECIPES:
-        near = get_close_matches(str(precision).lower(), RECIPES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise SpecError(f"precision {precision!r} does not exist: there are {' and '.join(RECIPES)}{hint}")
+        near = nearest(str(precision).lower(), list(RECIPES))
+        raise SpecError(f"precision {precision!r} does not exist: there are {' and '.join(RECIPES)}{near}")
     recipe = RECIPES[precision]
     return recipe if k is None else replace(recipe, state=_whole_number(k, "k", least=0))
 
