@@ -1,8 +1,11 @@
 """Saves: written at one layout and loaded at another, real ranks and real files."""
 
 import functools
+import os
 import pickle
 import resource
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -655,3 +658,24 @@ def test_each_rank_writes_its_own_share_alone(pool, tmp_path) -> None:
         chunks = manifest.tensors[key].chunks
         assert len(chunks) > 1, "cut over ranks"
         assert len({file for file, *_ in chunks}) == len(chunks)
+
+
+@pytest.mark.parametrize(
+    ("world", "mode"),
+    [
+        (1, "phases"),
+        pytest.param(2, "phases", marks=pytest.mark.slow),
+        pytest.param(1, "20", marks=pytest.mark.slow),
+        pytest.param(2, "20", marks=pytest.mark.slow),
+    ],
+)
+def test_a_save_that_is_killed_leaves_the_one_before_or_is_there_whole(tmp_path, world: int, mode: str) -> None:
+    """At each phase, or at 20 random moments; each rank in turn, in the background and not."""
+    command = [sys.executable, "-m", "tests.ranks.killed", str(tmp_path / "save"), str(world), mode]
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    found = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300)
+    print(found.stdout)
+    assert found.stdout.endswith("all is well\n"), found.stderr
+    if mode == "phases":
+        assert "blocking True: old" in found.stdout
