@@ -101,7 +101,7 @@ def unsharded(loop: Loop, world: int, make: Any, *, ranks_first: bool = False) -
             total = over_ranks_first(table) if ranks_first and world > 1 else over_micro_batches_first(table)
             averages.append((total / (world * loop.micro_batches)).to(table[0][0].dtype))
         if loop.clip is not None:
-            _clip([average for average in averages if average is not None], loop.clip)
+            clip_in_fp64([average for average in averages if average is not None], loop.clip)
         groups.append([option for optimizer in made[0] for option in options_of(optimizer)])
         mean = functools.reduce(torch.add, [of_rank[-1] for of_rank in losses]) / world
         for named, optimizers, tick in zip(trained, made, ticks, strict=True):
@@ -137,7 +137,7 @@ def _gradients(loop: Loop, i: int, rank: int, model: torch.nn.Module, named: lis
     return found
 
 
-def _clip(grads: list[torch.Tensor], clip: float) -> None:
+def clip_in_fp64(grads: list[torch.Tensor], clip: float) -> None:
     """By the norm in fp64, which zplan takes too; torch's own, in the gradients' dtype, is that up to rounding."""
     norm = torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt()
     scale = torch.clamp(clip / (norm + 1e-6), max=1.0)

@@ -14,7 +14,10 @@ from torch.utils import _pytree as pytree
 
 import zplan
 from tests.architectures import ARCHITECTURES, loss_fn
+from tests.ranks.loops import clip_in_fp64
 from tests.ranks.test_micro_batches import add, batches
+from tests.ranks.test_optimizers import by_shape
+from tests.ranks.test_parity import pairwise
 from tests.ranks.training import CASES, STEPS, Case, Run, assert_same, build, seed
 from zplan.runtime.comm import Comm
 from zplan.runtime.measure import measure
@@ -73,8 +76,17 @@ def low_gpt() -> nn.Module:
     return CASES["gpt"].make().bfloat16()
 
 
+def half_frozen() -> nn.Module:
+    model = CASES["gpt"].make()
+    model.blocks[0].requires_grad_(False)
+    model.position.requires_grad_(False)
+    return model
+
+
 KINDS = {
     "gpt": CASES["gpt"],
+    "half frozen": Case(half_frozen, CASES["gpt"].loss_fn, CASES["gpt"].batch, by_shape),
+    "groups": Case(CASES["gpt"].make, CASES["gpt"].loss_fn, CASES["gpt"].batch, by_shape),
     "low gpt": Case(low_gpt, CASES["gpt"].loss_fn, CASES["gpt"].batch),
     "odd": CASES["odd"],
     "net": Case(Net, net_loss, net_batch),
@@ -114,7 +126,9 @@ def sharded(comm: Comm, case: Case, ask: Ask, micro_batches: int, options: dict[
     return Run(losses, step.full_state_dict(), dict(model.named_buffers()))
 
 
-def unsharded(case: Case, ask: Ask, world: int, micro_batches: int, ranks_first: bool) -> list[Run]:
+def unsharded(
+    case: Case, ask: Ask, world: int, micro_batches: int, ranks_first: bool, clip: float | None = None
+) -> list[Run]:
     """For each rank masters, and a copy of the model in the compute dtypes, which each step fills from them."""
     torch.set_num_threads(1)
     scale = SCALE if ask.compute == "fp16" else 1.0
@@ -155,11 +169,15 @@ def unsharded(case: Case, ask: Ask, world: int, micro_batches: int, ranks_first:
                 model.zero_grad()
             grads.append(of_rank)
             losses[rank].append(torch.stack(each).mean() if micro_batches > 1 else each[0])
+        averages: dict[str, torch.Tensor] = {}
         for name in grads[0][0]:
             table = [[micro[name] for micro in of_rank] for of_rank in grads]
             low = table[0][0].dtype
             # Parameters that compute in fp32 travel in it, also where others are reduced in 16 bit.
-            average = mean(table, low if low is torch.float32 else wire, ranks_first) / scale
+            averages[name] = mean(table, low if low is torch.float32 else wire, ranks_first) / scale
+        if clip is not None:
+            clip_in_fp64(list(averages.values()), clip)
+        for name, average in averages.items():
             for master in masters:
                 master.get_parameter(name).grad = average.clone()
         for optimizer in optimizers:
@@ -195,8 +213,8 @@ def _cast_inputs(dtype: torch.dtype) -> Callable[..., Any]:
 
 
 @functools.cache
-def expected(name: str, ask: str, world: int, micro_batches: int, ranks_first: bool) -> list[Run]:
-    return unsharded(KINDS[name], ASKS[ask], world, micro_batches, ranks_first)
+def expected(name: str, ask: str, world: int, micro_batches: int, ranks_first: bool, clip: float | None) -> list[Run]:
+    return unsharded(KINDS[name], ASKS[ask], world, micro_batches, ranks_first, clip)
 
 
 FEW = [
@@ -218,7 +236,20 @@ REST = [pytest.param(*row, marks=pytest.mark.slow) for row in ALL if row not in 
 def test_masters_give_the_bits_of_an_unsharded_loop(pool, name, ask, world, stage, micro_batches) -> None:
     options = {"stage": stage, "bucket": 4_000, "prefetch": stage % 2}
     runs = pool.run(world, sharded, KINDS[name], ASKS[ask], micro_batches, options)
-    for run, reference in zip(runs, expected(name, ask, world, micro_batches, stage >= 2), strict=True):
+    for run, reference in zip(runs, expected(name, ask, world, micro_batches, stage >= 2, None), strict=True):
+        assert_same(run, reference)
+
+
+CLIPPED = list(itertools.product(("half frozen", "groups"), ("bf16", "fp16"), (2, 3), range(4), (1, 4)))
+FEW_CLIPPED = pairwise(CLIPPED)
+REST_CLIPPED = [pytest.param(*row, marks=pytest.mark.slow) for row in CLIPPED if row not in FEW_CLIPPED]
+
+
+@pytest.mark.parametrize(("name", "ask", "world", "stage", "micro_batches"), [*FEW_CLIPPED, *REST_CLIPPED])
+def test_masters_in_groups_clipped_and_partly_frozen(pool, name, ask, world, stage, micro_batches) -> None:
+    options = {"stage": stage, "bucket": 4_000, "clip": 0.1}
+    runs = pool.run(world, sharded, KINDS[name], ASKS[ask], micro_batches, options)
+    for run, reference in zip(runs, expected(name, ask, world, micro_batches, stage >= 2, 0.1), strict=True):
         assert_same(run, reference)
 
 

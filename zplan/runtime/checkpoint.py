@@ -42,8 +42,9 @@ from zplan.runtime.background import Saving
 from zplan.runtime.comm import Comm
 from zplan.runtime.compatible import check
 from zplan.runtime.encode import decode, encode
+from zplan.runtime.optim import LossScale
 from zplan.runtime.state import State
-from zplan.runtime.store import DTYPES, Buffer, Contents, Manifest, Named, Parameter, Reader, Writer
+from zplan.runtime.store import DTYPES, Buffer, Contents, Manifest, Named, Parameter, Reader, Scale, Writer
 
 # How a step is computed, not what: what runs now keeps its own.
 HOW = ("foreach", "fused", "capturable", "differentiable")
@@ -58,6 +59,7 @@ class Training:
     optimizer: torch.optim.Optimizer
     comm: Comm
     steps: int = 0
+    loss_scale: LossScale | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +258,10 @@ class Loading:
                 buffer.copy_(flat.view(buffer.shape))
         for each, saved in zip(self.schedulers, schedules, strict=False):
             each.load_state_dict(saved)
+        scale, saved_scale = training.loss_scale, contents.loss_scale
+        if scale is not None and saved_scale is not None:
+            scale.value.fill_(saved_scale.value)
+            scale.finite = saved_scale.finite
         _restore_rng(training, self.manifest, fetch)
         return extra
 
@@ -326,6 +332,9 @@ def _gather_up(training: Training, root: Path, scheduler: Any, extra: Any) -> Ga
         optimizer=Named(name=type(optimizer).__name__, state=groups),
         schedulers=tuple(schedulers),
         extra=more,
+        loss_scale=None
+        if training.loss_scale is None
+        else Scale(value=float(training.loss_scale.value), finite=training.loss_scale.finite),
     )
     found = Gathered(contents, agreed=agreed)
     for key, share, (slot, states) in _parameters(training, all_that_is_held=False):

@@ -302,7 +302,7 @@ class TrainStep:
     def _training(self) -> "Training":
         from zplan.runtime.checkpoint import Training
 
-        return Training(self.plan, self._state, self.optimizer, self._comm, self._steps)
+        return Training(self.plan, self._state, self.optimizer, self._comm, self._steps, self._loss_scale)
 
     def _settle(self) -> None:
         """Waits for a save under way."""

@@ -108,6 +108,13 @@ class Named(_Strict):
     state: Any
 
 
+class Scale(_Strict):
+    """Of the loss in fp16, and the good steps since it last changed."""
+
+    value: float
+    finite: int
+
+
 class Contents(_Strict):
     """What a save holds beside tensors."""
 
@@ -118,6 +125,7 @@ class Contents(_Strict):
     optimizer: Named
     schedulers: tuple[Named, ...]
     extra: Any
+    loss_scale: Scale | None = None
 
 
 class Manifest(_Strict):
