@@ -120,8 +120,8 @@ def test_stages_of_a_pair_agree_and_bucket_or_prefetch_change_nothing(pool, firs
         assert_same(a, b)
 
 
-def test_two_micro_batches_are_one_batch_of_both_up_to_rounding(pool) -> None:
-    """Cases: DeepSpeed#7981. The same number of loss terms in each."""
+def test_deepspeed_7981_two_micro_batches_are_one_batch_of_both_up_to_rounding(pool) -> None:
+    """The same number of loss terms in each."""
     plain = CASES["plain"]
     # SGD: AdamW would divide what differs in the last bits by gradients that are nearly zero.
     (micro,) = pool.run(1, sharded, Case(plain.make, plain.loss_fn, plain.batch, SGD), 2, True, {"stage": 2})
