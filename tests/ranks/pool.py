@@ -31,7 +31,7 @@ class Pool:
         self.size = size
         self._processes: list[Any] = []
 
-    def run(self, world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    def run(self, world: int, function: Callable[..., Any], *args: Any, within: float = TIMEOUT) -> list[Any]:
         if not self._processes:
             self._start()
         for rank in range(world):
@@ -39,7 +39,7 @@ class Pool:
         results: dict[int, Any] = {}
         while len(results) < world:
             try:
-                rank, result, error = self._answers.get(timeout=TIMEOUT)
+                rank, result, error = self._answers.get(timeout=within)
             except queue.Empty:
                 self.close()
                 raise RankError(f"ranks {sorted(set(range(world)) - set(results))} did not answer") from None

@@ -98,13 +98,13 @@ def assert_flat(held: list[Held], warm: int) -> None:
 
 
 def test_a_hundred_steps_hold_what_thirty_held(pool) -> None:
-    for held in pool.run(2, soak, 100, 3, 7):
-        assert_flat(held, 30)
+    for held in pool.run(2, soak, 100, 3, 15):
+        assert_flat(held, 25)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_thousand_steps_on_four_ranks_hold_what_two_hundred_held(pool, stage: int) -> None:
-    for held in pool.run(4, soak, 1000, stage, 20):
+    for held in pool.run(4, soak, 1000, stage, 20, within=1500):
         print([each.resident_bytes >> 10 for each in held], held[-1])
         assert_flat(held, 200)
