@@ -79,3 +79,52 @@ def test_a_plan_for_cuda_reduces_natively(stage: int) -> None:
     assert GatherGradient not in kinds
     assert (AllReduce in kinds) == (stage == 0)
     assert (ReduceScatter in kinds) == (Gather in kinds) == (stage > 0)
+
+
+def test_bf16_over_fp32_masters_equals_a_loop_by_hand() -> None:
+    masters, low, compiled = gpt(), gpt().bfloat16(), gpt()
+    optimizer = ADAMW(masters.parameters())
+    with zplan.compile(compiled, compiled.loss_fn, batch(low, 0), optimizer=ADAMW, stage=3, precision="bf16") as step:
+        for i in range(4):
+            for held, computes in zip(masters.parameters(), low.parameters(), strict=True):
+                computes.data.copy_(held.data)
+            loss = low.loss_fn(low, batch(low, i))
+            loss.backward()
+            for held, computes in zip(masters.parameters(), low.parameters(), strict=True):
+                held.grad, computes.grad = computes.grad.float(), None
+            optimizer.step()
+            assert torch.equal(step(batch(low, i)), loss.detach())
+        found = step.full_state_dict()
+    for name, tensor in masters.state_dict().items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_fp16_scales_its_loss_and_skips_what_overflows() -> None:
+    model = gpt()
+    precision = zplan.Precision(compute="fp16", loss_scale=2.0**40)
+    with zplan.compile(model, model.loss_fn, batch(model, 0), optimizer=ADAMW, precision=precision, clip=1.0) as step:
+        before = step.full_state_dict()
+        step(batch(model, 0))
+        assert step.skipped
+        assert step.loss_scale == 2.0**39
+        assert all(torch.equal(before[name], tensor) for name, tensor in step.full_state_dict().items())
+        losses = [step(batch(model, 0)).item() for _ in range(60)]
+        assert not step.skipped
+        assert losses[-1] < losses[0]
+
+
+def test_a_save_is_loaded_at_another_stage_and_goes_on_with_the_same_bits(tmp_path) -> None:
+    one, two = gpt(), gpt()
+    with (
+        zplan.compile(one, one.loss_fn, batch(one, 0), optimizer=ADAMW, stage=1, micro_batches=2) as step,
+        zplan.compile(two, two.loss_fn, batch(two, 0), optimizer=ADAMW, stage=0, micro_batches=2) as other,
+    ):
+        step(batch(one, 0), batch(one, 1))
+        step.save(tmp_path / "save", extra={"next": 2})
+        assert other.load(tmp_path / "save") == {"next": 2}
+        torch.manual_seed(7)
+        expected = step(batch(one, 2), batch(one, 3))
+        torch.manual_seed(7)
+        assert torch.equal(other(batch(one, 2), batch(one, 3)), expected)
+        found, weights = other.full_state_dict(), step.full_state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
