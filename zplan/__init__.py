@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from zplan.precision import Precision
     from zplan.runtime.measure import measure
     from zplan.runtime.step import TrainStep
+    from zplan.weights import export
 
 # Where each public name lives, and what it is called there.
 _HOME = {
@@ -44,6 +45,7 @@ _HOME = {
     "annotate": ("zplan.api", "annotate"),
     "compare": ("zplan.planner.show", "compare_text"),
     "compile": ("zplan.api", "compile"),
+    "export": ("zplan.weights", "export"),
     "load_plan": ("zplan.api", "load_plan"),
     "load_spec": ("zplan.planner.spec", "load_spec"),
     "measure": ("zplan.runtime.measure", "measure"),
@@ -70,6 +72,7 @@ __all__ = [
     "annotate",
     "compare",
     "compile",
+    "export",
     "load_plan",
     "load_spec",
     "measure",

@@ -20,6 +20,7 @@ from zplan.errors import SpecError, ZplanError
 from zplan.planner.hardware import GPUS
 from zplan.planner.hardware import gpu as gpu_of
 from zplan.planner.spec import Rule, load_spec
+from zplan.units import format_bytes
 from zplan.version import __version__
 
 app = typer.Typer(
@@ -264,6 +265,49 @@ def estimate(
 
 
 @app.command(
+    epilog="Example: zplan export saves/last -o my-gpt2 --config gpt2 --dtype bf16; then "
+    "AutoModelForCausalLM.from_pretrained('my-gpt2')",
+)
+def export(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CKPT", help="A folder that step.save or run --save wrote.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="A folder that is new, or empty.")],
+    dtype: Annotated[
+        str | None, typer.Option(help="Cast floating tensors: fp32, bf16, fp16, fp64; by default as they were held.")
+    ] = None,
+    shard: Annotated[str, typer.Option(help="Most bytes in one file.")] = "5GB",
+    prefix: Annotated[
+        str, typer.Option(help="Only what is under this name, without it: model. where a wrapper holds it in .model.")
+    ] = "",
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Copy config.json from here, and generation_config.json; they are not changed."
+        ),
+    ] = None,
+    json_: JsonOption = False,
+) -> None:
+    """Write the weights of a save as safetensors that transformers' from_pretrained reads; no ranks, no job needed.
+
+    The save's checksums are verified first. DIR appears whole or not at all. A tied weight is written once.
+    """
+    with shown(did="exported", counted=format_bytes) as progress:
+        import zplan
+
+        made = zplan.export(
+            checkpoint, output, dtype=dtype, shard=shard, prefix=prefix, config=config, progress=progress
+        )
+    if json_:
+        print(json.dumps({**asdict(made), "folder": str(made.folder)}))
+        return
+    files = made.files[0] if len(made.files) == 1 else f"{len(made.files)} files"
+    print(f"{made.folder}: {made.tensors} tensors, {format_bytes(made.nbytes)} in {files}, after {made.steps} steps")
+    if made.tied:
+        print("tied, written once: " + ", ".join(f"{name} as {other}" for name, other in made.tied.items()))
+    if made.left_out:
+        print(f"left out, not under {prefix}: {', '.join(made.left_out)}")
+
+
+@app.command(
     epilog="Example: torchrun --standalone --nproc-per-node 2 -m zplan run examples/gpt_text.py:job "
     "--stage 2 --steps 100",
 )
@@ -431,8 +475,10 @@ def parse_rule(text: str) -> Rule:
 
 
 @contextmanager
-def shown(console: Console | None = None) -> Iterator[Callable[[str, int], None]]:
-    """Shows the phase that is running and how much it has made; at the end, what each phase took."""
+def shown(
+    console: Console | None = None, *, did: str = "traced and planned", counted: Callable[[int], str] = "{} ops".format
+) -> Iterator[Callable[[str, int], None]]:
+    """Shows the phase that is running and how much it has made; at the end, what was done and what each phase took."""
     console = console or Console(stderr=True)
     started = time.perf_counter()
     seconds: dict[str, float] = {}
@@ -445,13 +491,13 @@ def shown(console: Console | None = None) -> Iterator[Callable[[str, int], None]
             before, since = phases.pop()
             seconds[before] = seconds.get(before, 0.0) + moment - since
             phases.append((phase, moment))
-            status.update(f"{phase}{f', {count} ops' if count else ''} ({moment - started:.0f} s)")
+            status.update(f"{phase}{f', {counted(count)}' if count else ''} ({moment - started:.0f} s)")
 
         yield progress
         progress("", 0)
     took = ", ".join(f"{phase} {took:.1f} s" for phase, took in seconds.items() if phase and took >= 0.05)
     console.print(
-        f"traced and planned in {time.perf_counter() - started:.1f} s" + (f": {took}" if took else ""),
+        f"{did} in {time.perf_counter() - started:.1f} s" + (f": {took}" if took else ""),
         highlight=False,
         soft_wrap=True,
     )
