@@ -75,14 +75,18 @@ def text() -> torch.Tensor:
     return torch.tensor(list("\n".join(pages).encode()), dtype=torch.uint8)
 
 
-def batches(rank: int, world: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Random windows of the text; every rank draws its own."""
-    data = text().long()
-    generator = torch.Generator().manual_seed(1000 + rank)
+def windows(data: torch.Tensor, *, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches without end of random windows, and the same one byte further on: twice [BATCH, CONTEXT]."""
+    generator = torch.Generator().manual_seed(seed)
     while True:
         starts = torch.randint(len(data) - CONTEXT - 1, (BATCH,), generator=generator)
-        windows = torch.stack([data[start : start + CONTEXT + 1] for start in starts.tolist()])
-        yield windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        batch = torch.stack([data[start : start + CONTEXT + 1] for start in starts.tolist()])
+        yield batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+
+
+def batches(rank: int, world: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Random windows of the text; every rank draws its own."""
+    return windows(text().long(), seed=1000 + rank)
 
 
 def job() -> zplan.Job:
