@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import zplan
 from zplan.jobs import first, load_job
@@ -35,7 +36,7 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
 
 
-@pytest.mark.parametrize("name", ["gpt_text", "train_gpt"])
+@pytest.mark.parametrize("name", ["gpt_text", "train_gpt", "digits", "causal_lm"])
 def test_every_example_is_a_job_that_can_be_planned(beside: None, name: str) -> None:
     work = load_job(f"{EXAMPLES / name}.py:job")
     plan = zplan.plan(
@@ -79,3 +80,27 @@ def test_training_that_was_stopped_goes_on_bit_for_bit_also_at_another_stage(bes
     assert steps == steps_2 == 7
     torch.testing.assert_close(weights_2, weights, rtol=0, atol=0)
     torch.testing.assert_close(states_2, states, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_digits_are_read(precision: str) -> None:
+    text = start("digits.py", "--steps", "60", "--stage", "3", "--precision", precision)
+    found = re.search(r"([\d.]+)% of the test images are read rightly", text)
+    assert found is not None, text
+    assert float(found[1]) > 90
+
+
+def test_a_causal_model_comes_back_to_transformers_with_the_same_loss(tmp_path) -> None:
+    text = start("causal_lm.py", "--steps", "3", "--memory", "34MB", "--export", str(tmp_path / "lm"))
+    assert "auto: stage 1 is the lowest that fits" in text
+    again, trained = re.findall(r"loss ([\d.]+), and ([\d.]+) in training", text)[0]
+    assert again == trained
+
+
+def test_a_plan_of_any_config_is_printed_without_training(tmp_path) -> None:
+    transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=256, n_positions=64).save_pretrained(tmp_path)
+    words = ["--plan-only", "--model-config", str(tmp_path), "--stage", "3", "--precision", "bf16"]
+    text = start("causal_lm.py", *words, ranks=0)
+    assert "precision: computes in bf16" in text
+    assert "transformer.wte.weight" in text
+    assert "training" not in text
