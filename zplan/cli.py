@@ -329,15 +329,26 @@ def run(
         float | None, typer.Option(min=0.001, help="Seconds after which a rank that waits for others gives up.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Rank r seeds torch with seed + r.")] = 0,
+    save: Annotated[
+        Path | None, typer.Option("--save", metavar="DIR", help="Save the training into this folder.")
+    ] = None,
+    save_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps from one save to the next; by default only the end is saved.")
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on from the save in --save DIR, if there is one; --steps counts its steps."),
+    ] = False,
     json_: JsonOption = False,
 ) -> None:
-    """Train a job on the ranks that torchrun started (or on this process alone)."""
+    """Train a job on the ranks that torchrun started (or on this process alone); save it, and go on from there."""
     import torch
     import torch.distributed as dist
 
     import zplan
     from zplan.jobs import chain_first, load_job, stream_of
     from zplan.runtime.group import make_group
+    from zplan.runtime.store import holds_save
 
     asked = merged(
         spec,
@@ -355,6 +366,8 @@ def run(
         asked.pop(name, None)
     if strict and plan is None:
         raise SpecError("--strict says how strictly a plan is taken: give --plan too")
+    if save is None and (resume or save_every is not None):
+        raise SpecError(f"{'--resume' if resume else '--save-every'} is about a save: give --save DIR too")
     made = load_job(required(job))
     if made.optimizer is None:
         raise SpecError(f"{job} has no optimizer: give zplan.Job one, such as functools.partial(torch.optim.AdamW)")
@@ -382,11 +395,24 @@ def run(
     losses: list[float] = []
     started = time.perf_counter()
     with step:
-        for loss in train(step, chain_first(batch, stream), steps, console):
+        batches: Iterable[Any] = chain_first(batch, stream)
+        if save is not None and resume and holds_save(save):
+            done = step.load(save)
+            batches = islice(batches, done["batches"], None)
+            console.print(f"going on after step {step.steps} of {save}", highlight=False, soft_wrap=True)
+        if step.steps >= steps:
+            raise SpecError(f"{save} has {step.steps} steps already: --steps {steps} leaves nothing to do")
+        for loss in train(step, batches, steps, console):
             losses.append(loss)
+            if save is not None and save_every is not None and step.steps % save_every == 0 and step.steps < steps:
+                # Training goes on while it is written.
+                step.save(save, extra={"batches": step.steps * step.plan.spec.micro_batches}, blocking=False)
         if not losses:
             raise SpecError(f"{job} has fewer batches than the {step.plan.spec.micro_batches} of one step")
-        state = {"steps": len(losses), "first_loss": losses[0], "last_loss": losses[-1]}
+        if save is not None:
+            step.save(save, extra={"batches": step.steps * step.plan.spec.micro_batches})
+            console.print(f"saved step {step.steps} to {save}", highlight=False, soft_wrap=True)
+        state = {"steps": step.steps, "first_loss": losses[0], "last_loss": losses[-1]}
     seconds = time.perf_counter() - started
     if own_group:
         dist.destroy_process_group()
@@ -399,8 +425,8 @@ def run(
                 f"{result['steps']} steps on {world} rank{'s' if world > 1 else ''} in {seconds:.1f} s, "
                 f"loss {losses[0]:.4f} -> {losses[-1]:.4f}, plan {step.plan.hash}"
             )
-        if len(losses) < steps:
-            print(f"the job's batches ended after {len(losses)} of {steps} steps", file=sys.stderr)
+        if step.steps < steps:
+            print(f"the job's batches ended after {step.steps} of {steps} steps", file=sys.stderr)
 
 
 def train(step: Any, batches: Iterable[Any], steps: int, console: Console) -> Iterator[float]:
@@ -416,9 +442,9 @@ def train(step: Any, batches: Iterable[Any], steps: int, console: Console) -> It
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, disable=console.quiet) as progress:
-        bar = progress.add_task("", total=steps, loss="-")
+        bar = progress.add_task("", total=steps, completed=step.steps, loss="-")
         stream = iter(batches)
-        for _ in range(steps):
+        while step.steps < steps:
             taken = list(islice(stream, step.plan.spec.micro_batches))
             # A rank whose batches have ended must not leave the others waiting for it.
             enough = len(taken) == step.plan.spec.micro_batches

@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -189,7 +190,7 @@ def _write(folder: Path, shards: list[list[Weight]], reader: Reader, what: str, 
         def more(phase: str, written: int, before: int = before) -> None:
             progress(phase, before + written)
 
-        entries = [Entry(w.name, w.dtype, w.shape, lambda w=w: _read(reader, w)) for w in shard]
+        entries = [Entry(w.name, w.dtype, w.shape, partial(_read, reader, w)) for w in shard]
         before += store.write_tensors(folder / name, entries, what=what, progress=more).nbytes
     if count > 1:
         weights = [weight for shard in shards for weight in shard]

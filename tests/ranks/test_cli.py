@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks.saves import assert_same_save
+
 ROOT = Path(__file__).parents[2]
 JOBS = "tests/jobs.py"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
@@ -229,3 +231,22 @@ def test_fifty_launches_in_a_row_exit_cleanly() -> None:
     for launch in range(50):
         found = call("run", f"{JOBS}:tiny", "--stage", str(launch % 4), "--steps", "3", ranks=2)
         assert found.returncode == 0, f"launch {launch}: {found.stderr}"
+
+
+def test_a_run_is_saved_and_goes_on_from_there_at_another_stage(tmp_path: Path) -> None:
+    words = ["run", f"{JOBS}:tiny", "--micro-batches", "2", "--json"]
+    whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
+    never = call(*words, "--stage", "2", "--steps", "6", "--save", whole, ranks=2)
+    assert f"saved step 6 to {whole}" in never.stderr
+    one = call(*words, "--stage", "2", "--steps", "3", "--save", parts, "--save-every", "2", "--resume", ranks=2)
+    assert "going on" not in one.stderr
+    two = call(*words, "--stage", "3", "--steps", "6", "--save", parts, "--resume", ranks=2)
+    assert f"going on after step 3 of {parts}" in two.stderr
+    ends = [json.loads(each.stdout) for each in (never, two)]
+    assert [end["steps"] for end in ends] == [6, 6]
+    assert ends[0]["last_loss"] == ends[1]["last_loss"]
+    assert_same_save(Path(whole), Path(parts))
+    refused = call(*words, "--steps", "6", "--save", parts, "--resume")
+    assert f"{parts} has 6 steps already: --steps 6 leaves nothing to do" in " ".join(refused.stderr.split())
+    alone = call("run", f"{JOBS}:tiny", "--resume")
+    assert "--resume is about a save: give --save DIR too" in " ".join(alone.stderr.split())
