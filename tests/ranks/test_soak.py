@@ -81,30 +81,28 @@ def soak(comm: Comm, steps: int, stage: int, every: int) -> list[Held]:
     return held
 
 
-# What glibc's allocator and torch's own caches may move about; a leak of one tensor of 1 KiB a step would be 1 MB in a
-# thousand, and shows in the number of tensors.
-NOISE = 4 << 20
-
-
-def assert_flat(held: list[Held], warm: int) -> None:
+def assert_flat(held: list[Held], *, warm: int, nbytes: int) -> None:
+    """From step `warm` on the same files, threads and tensors, and resident memory within `nbytes` of the first."""
     first, *rest = [each for each in held if each.step >= warm]
-    assert len(rest) > 3
+    assert len(rest) >= 3
     for each in rest:
         assert (each.files, each.threads, each.tensors) == (first.files, first.threads, first.tensors), (first, each)
-    # By the middle of each half, so that neither the first nor the last moment decides.
-    half = len(rest) // 2
-    early, late = sorted(x.resident_bytes for x in rest[:half]), sorted(x.resident_bytes for x in rest[half:])
-    assert late[len(late) // 2] - early[len(early) // 2] <= NOISE, [each.resident_bytes for each in held]
+        assert each.resident_bytes <= first.resident_bytes + nbytes, (first, each)
 
 
-def test_a_hundred_steps_hold_what_thirty_held(pool) -> None:
-    for held in pool.run(2, soak, 100, 3, 15):
-        assert_flat(held, 25)
+def test_a_hundred_steps_hold_what_25_hold(pool) -> None:
+    """Every count to the last one: a leak of Python's shows there. What else could leak, by large pieces only: in the
+    first hundreds of steps each emptied tensor that is kept is replaced by one of a real step, which lies between
+    larger blocks, so that the C allocator gives back less: 11 MiB were measured."""
+    for held in pool.run(2, soak, 101, 3, 25):
+        assert_flat(held, warm=25, nbytes=24 << 20)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_thousand_steps_on_four_ranks_hold_what_two_hundred_held(pool, stage: int) -> None:
-    for held in pool.run(4, soak, 1000, stage, 20, within=1500):
+def test_a_thousand_steps_on_four_ranks_hold_what_400_hold(pool, stage: int) -> None:
+    """After 400 steps the first emptied tensors are gone; then at most 12 KiB were measured over 600 steps. The bound is
+    1 MiB, less than two KB a step: no flat buffer of a step, and no evaluation's graph, is as small."""
+    for held in pool.run(4, soak, 1001, stage, 25, within=1800.0):
         print([each.resident_bytes >> 10 for each in held], held[-1])
-        assert_flat(held, 200)
+        assert_flat(held, warm=400, nbytes=1 << 20)
