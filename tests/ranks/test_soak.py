@@ -104,5 +104,4 @@ def test_a_thousand_steps_on_four_ranks_hold_what_400_hold(pool, stage: int) -> 
     """After 400 steps the first emptied tensors are gone; then at most 12 KiB were measured over 600 steps. The bound,
     1 MiB, is less than two KB a step: no flat buffer of a step, and no evaluation's graph, is as small."""
     for held in pool.run(4, soak, 1001, stage, 25, within=1800.0):
-        print([each.resident_bytes >> 10 for each in held], held[-1])
         assert_flat(held, warm=400, nbytes=1 << 20)
