@@ -169,6 +169,8 @@ def compile(
         _has_weights(model)
         if clip is not None and not clip > 0:
             raise SpecError(f"clip {clip!r} is no norm: give a number above zero")
+        if timeout is not None and not timeout > 0:
+            raise SpecError(f"timeout {timeout!r} is no time: give seconds above zero")
         if plan is not None and asked:
             raise SpecError(f"{', '.join(asked)}: a plan says that already; leave either out")
         if plan is not None and not isinstance(plan, (Plan, str, Path)):

@@ -560,7 +560,7 @@ def test_words(pool, tmp_path) -> None:
     one, two = pool.run(2, refused, path)
     assert one == two
     model, other = f"SpecError: checkpoint {path} is of another model:", "another optimizer:"
-    waits = "1 micro-batch wait for their update: finish with step(batch) first"
+    waits = "1 micro-batch waits for its update: finish with step(batch) first"
     for found, expected in zip(one, [
         f"{model} table.weight is fp32[7, 5] there, and fp32[7, 6] here",
         f"{model} it has no matrices, fp32[33, 9] in this model; nearest: matrix",
@@ -576,7 +576,7 @@ def test_words(pool, tmp_path) -> None:
         f"SpecError: there is no checkpoint {path}/nowhere",
         f"SpecError: {tmp_path}/plain.txt is no checkpoint of zplan: it has no zplan.json, it is a file",
         f"SpecError: {tmp_path} is no checkpoint of zplan: it has no zplan.json",
-        f"AgreementError: 1 of 2 ranks failed, 1 did not\nrank 0: StateError: save: {tmp_path}/plain.txt/data-",
+        f"AgreementError: 1 of 2 ranks failed, 1 did not\nrank 0: SpecError: save: {tmp_path}/plain.txt is a file",
         "SpecError: extra.a[1] is a builtins.object, and a save takes numbers, strings, tensors, and dicts, lists",
         "SpecError: extra is not the same on rank 0 and on rank 1, and one of them is saved or loaded for all",
         "SpecError: path is not the same on rank 0 and on rank 1",

@@ -56,6 +56,10 @@ def test_the_innermost_module_that_is_named_decides_and_of_its_patterns_the_firs
 def test_a_pattern_that_matches_no_module_is_refused_with_what_is_near() -> None:
     with pytest.raises(SpecError, match="precision: 'frist' matches no module; nearest: first"):
         of(Model(), modules={"frist": "fp32"})
+    with pytest.raises(
+        SpecError, match=r"'first\.weight' matches no module: it matches a parameter, and a dtype belongs"
+    ):
+        of(Model(), modules={"first.weight": "fp32"})
 
 
 def test_a_tied_parameter_that_would_compute_in_two_dtypes_is_refused() -> None:

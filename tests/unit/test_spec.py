@@ -18,6 +18,12 @@ def test_make_spec() -> None:
     assert spec(stage="2") == Spec(stage=2, world_size=4, bucket=25_000_000, prefetch=1, depth=2)
 
 
+def test_a_dtype_of_torch_is_as_good_as_its_short_name() -> None:
+    import torch
+
+    assert spec(precision=torch.bfloat16) == spec(precision="bf16")
+
+
 def test_what_is_not_said_has_a_default() -> None:
     assert make_spec() == Spec(stage="auto", world_size=1, device="cpu", memory=None, bucket=25_000_000, rules=())
 

@@ -77,6 +77,8 @@ def _islands(model: nn.Module, precision: Precision) -> dict[str, torch.dtype]:
     for pattern in precision.modules:
         if not any(fnmatchcase(name, pattern) for name in modules):
             near = nearest(pattern.replace("*", ""), modules)
+            if any(fnmatchcase(name, pattern) for name, _ in model.named_parameters(remove_duplicate=False)):
+                near = ": it matches a parameter, and a dtype belongs to a whole module"
             raise SpecError(f"precision: {pattern!r} matches no module{near}")
     found: dict[str, torch.dtype] = {}
     for name in modules:

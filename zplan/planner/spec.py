@@ -85,6 +85,8 @@ class Spec(BaseModel):
         if value is None or isinstance(value, Precision):
             return value
         known = get_args(Dtype)
+        # torch.bfloat16 is as clear as "bf16".
+        value = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}.get(str(value), value)
         if value not in known:
             near = nearest(value, list(known)) if isinstance(value, str) else ""
             raise SpecError(f"precision {value!r} is none of {', '.join(known)}{near}, and no zplan.Precision(...)")

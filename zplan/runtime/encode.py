@@ -1,9 +1,10 @@
 """Encode: what a user hands in to be saved, as JSON with its tensors apart, and back without loss; no pickle.
 
 Dicts, lists, tuples, numbers, strings, booleans, None, Counters and tensors, as deep as they go. JSON has no tuples,
-and only strings for keys: these are written as `{"zplan": "tuple", ...}`.
+no infinities and only strings for keys: these are written as `{"zplan": "tuple", ...}`.
 """
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,8 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor], depth: int 
     if depth > DEEPEST:
         raise SpecError(f"{where} is nested deeper than {DEEPEST}: does it hold itself?")
     kind = type(value)
+    if kind is float and not math.isfinite(value):
+        return {MARK: "float", "value": str(value)}
     if value is None or kind in (bool, int, float, str):
         return value
     if isinstance(value, torch.Tensor):
@@ -37,7 +40,12 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor], depth: int 
         for key, item in value.items():
             if key is not None and type(key) not in (bool, int, float, str):
                 raise SpecError(f"{where} has the key {key!r}, a {type(key).__name__}: keys are strings or numbers")
-            pairs.append([key, encode(item, f"{where}[{key!r}]", tensors, depth + 1)])
+            pairs.append(
+                [
+                    encode(key, f"a key of {where}", tensors, depth + 1),
+                    encode(item, f"{where}[{key!r}]", tensors, depth + 1),
+                ]
+            )
         return {MARK: "counter" if kind is Counter else "dict", "items": pairs}
     if isinstance(value, np.generic):
         return encode(value.item(), where, tensors, depth + 1)
@@ -71,5 +79,7 @@ def decode(value: Any, fetch: Callable[[str], torch.Tensor]) -> Any:
         return flat.view(value["shape"])
     if mark == "tuple":
         return tuple(decode(item, fetch) for item in value["items"])
-    pairs = {key: decode(item, fetch) for key, item in value["items"]}
+    if mark == "float":
+        return float(value["value"])
+    pairs = {decode(key, fetch): decode(item, fetch) for key, item in value["items"]}
     return Counter(pairs) if mark == "counter" else pairs

@@ -344,8 +344,9 @@ class TrainStep:
         """Refuses what would see an optimizer step half done."""
         self._usable(what)
         if self._pending:
-            batches = f"{self._pending} micro-batch" + ("es" if self._pending > 1 else "")
-            raise StateError(f"{what}: {batches} wait for their update: finish with step(batch) first")
+            several = f"{self._pending} micro-batches wait for their"
+            waits = several if self._pending > 1 else "1 micro-batch waits for its"
+            raise StateError(f"{what}: {waits} update: finish with step(batch) first")
 
     def _usable(self, what: str) -> None:
         if self._closed:

@@ -257,6 +257,8 @@ class Writer(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Removes what killed saves have left, and makes the folder."""
         if is_coordinator:
+            if self.root.exists() and not self.root.is_dir():
+                raise SpecError(f"save: {self.root} is a file, and a save is a folder: give another path")
             try:
                 self.root.mkdir(parents=True, exist_ok=True)
                 self.progress("clean", 0)
