@@ -121,7 +121,7 @@ class _Writer:
         self.read = _tensors_read(program)
         self.copied: dict[fx.Node, fx.Node] = {}
         self.retire = _retire(comm)
-        self.divide = _Division(comm.world, micro_batches)
+        self.micro_batches = micro_batches
         # What gloo's thread may still hold when it is freed; see `Comm`.
         self.handed = frozenset[str]()
         if not self.native:
@@ -203,15 +203,14 @@ class _Writer:
             case Position.MIDDLE:
                 self.node[sums] = self.emit(nodes.accumulate, (value, self.node[sums]))
             case _:
-                # Gradients that are yet to be reduced over ranks are divided then.
-                last = self.divide.last if bucket.world == 1 or not adds_first(bucket) else self.divide.not_yet
-                self.node[adds(bucket)] = self.emit(last, (value, self.node[sums]))
+                divide = self.divide(bucket, reduced=bucket.world == 1 or not adds_first(bucket))
+                self.node[adds(bucket)] = self.emit(divide.last, (value, self.node[sums]))
 
     def launch(self, launch: Launch) -> None:
         bucket = self.program.bucket(launch.bucket)
         source = self.node[takes(launch)]
         if self._divides_before(launch):
-            self.emit(self.divide.before, (source,))
+            self.emit(_Division(bucket.world, lambda: 1).before, (source,))
         match launch:
             case Gather() | GatherGradient() if self.native:
                 node = nodes.start_gather(self.emit, self.comm, source)
@@ -242,19 +241,30 @@ class _Writer:
                 if adds_up:
                     node = self.emit(nodes.sum_in_rank_order, of)
                 else:
-                    node = self.emit(self.divide.in_rank_order, (*of, dtype_of(last)))
+                    node = self.emit(self.divide(bucket).in_rank_order, (*of, dtype_of(last)))
                 self.emit(self.retire, (received,))
             case ReduceScatter() | AllReduce() if adds_up:
                 node = self.emit(_widened, (node,))
             case ReduceScatter() | AllReduce():
-                divide = self.divide.the_rest if self._divides_before(launch) else self.divide.in_place
-                node = self.emit(divide, (node, dtype_of(last)))
+                node = self.emit(self.divide(bucket).in_place, (node, dtype_of(last)))
             case GatherGradient() if last != bucket.wire:
                 received, node = node, self.emit(nodes.cast, (node, dtype_of(last)))
                 self.emit(self.retire, (received,))
             case Gather():
                 self._views(bucket, node)
         self.node[makes(launch)] = node
+
+    def divide(self, bucket: Bucket, *, reduced: bool = True) -> "_Division":
+        """What is left to divide by, once gradients are reduced over ranks or just before.
+
+        One division at the end; but fp16, which may not hold a sum, is divided by the micro-batches before it travels,
+        and by the ranks before a backend adds them up.
+        """
+        early = bucket.wire == "fp16"
+        first = self.program.position is not Position.ONLY and adds_first(bucket) and bucket.world > 1
+        times = early if not reduced else not (early and first)
+        ranks = 1 if not reduced or (early and self.native) else bucket.world
+        return _Division(ranks, self.micro_batches if times else lambda: 1)
 
     def _divides_before(self, launch: Launch) -> bool:
         """Whether gradients are divided by the ranks before a backend adds them up: fp16 may not hold the sum."""
@@ -305,29 +315,27 @@ def _contiguous(shape: Sequence[int]) -> list[int]:
 
 
 class _Division:
-    """By the ranks and the micro-batches of a step, whose number is known when it runs."""
+    """By some ranks, and by the micro-batches of a step, whose number is known when it runs."""
 
-    def __init__(self, world: int, micro_batches: Callable[[], int]) -> None:
-        self.world = world
+    def __init__(self, ranks: int, micro_batches: Callable[[], int]) -> None:
+        self.ranks = ranks
         self.micro_batches = micro_batches
 
+    @property
+    def count(self) -> int:
+        return self.ranks * self.micro_batches()
+
     def in_rank_order(self, received: torch.Tensor, world: int, dtype: torch.dtype) -> torch.Tensor:
-        return nodes.mean_in_rank_order(received, world, world * self.micro_batches(), dtype)
+        return nodes.mean_in_rank_order(received, world, self.count, dtype)
 
     def in_place(self, total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return total.div_(self.world * self.micro_batches()).to(dtype)
+        return total.div_(self.count).to(dtype)
 
     def before(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat.div_(self.world)
-
-    def the_rest(self, total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return total.div_(self.micro_batches()).to(dtype)
+        return flat.div_(self.count)
 
     def last(self, value: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-        return nodes.accumulate_last(value, sums, self.world * self.micro_batches())
-
-    def not_yet(self, value: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-        return nodes.accumulate_last(value, sums, 1)
+        return nodes.accumulate_last(value, sums, self.count)
 
 
 def _widened(total: torch.Tensor) -> torch.Tensor:
