@@ -60,7 +60,7 @@ def test_a_stopped_rank_is_given_up_after_the_timeout_by_the_name_of_the_collect
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "one"}
-    command = [sys.executable, JOB, str(tmp_path / "saves"), str(tmp_path / "result"), "--hang=3", "--timeout=15"]
+    command = [sys.executable, JOB, str(tmp_path / "saves"), str(tmp_path / "result"), "--hang=3", "--timeout=10"]
     ranks = [
         subprocess.Popen(command, env={**ENV, **launched, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
         for rank in range(2)
