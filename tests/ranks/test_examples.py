@@ -97,6 +97,7 @@ def test_a_causal_model_comes_back_to_transformers_with_the_same_loss(tmp_path) 
     assert again == trained
 
 
+@pytest.mark.slow
 def test_a_plan_of_any_config_is_printed_without_training(tmp_path) -> None:
     transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=256, n_positions=64).save_pretrained(tmp_path)
     words = ["--plan-only", "--model-config", str(tmp_path), "--stage", "3", "--precision", "bf16"]

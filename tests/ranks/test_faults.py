@@ -119,12 +119,13 @@ limit(10 << 20)
             r"StepError: instruction \d+, forward of up: aten\.addmm\.default failed: out of memory: RuntimeError",
         ),
         (True, 4_000_000, 1, "", "StateError: out of memory while b0 of 2 buckets was laid out, 122.1 MiB"),
-        (
+        pytest.param(
             False,
             4_000_000,
             1,
             "step.full_state_dict()",
             "StateError: out of memory while full_state_dict made b0 whole",
+            marks=pytest.mark.slow,
         ),
     ],
 )
