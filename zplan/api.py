@@ -156,8 +156,8 @@ def compile(
     torch's `clip_grad_norm_` does (`float("inf")` only measures: `step.grad_norm`). `skip_nonfinite`: a step whose
     gradients hold an infinity or a NaN updates nothing, on any rank, and `step.skipped` says so. Parameters and buffers
     become rank 0's unless `sync=False`. `timeout`: seconds after which a rank that waits for others gives up, in a
-    group that zplan makes; None: torch's, 30 minutes on gloo and 10 on NCCL. Raises on every rank, with the same words,
-    when ranks fail or their plans differ.
+    group that zplan makes; None: ten minutes. Raises on every rank, with the same words, when ranks fail or their plans
+    differ.
     """
     asked: dict[str, Any] = {"stage": stage, "memory": memory, "rules": rules, "bucket": bucket, "prefetch": prefetch}
     asked |= {"depth": depth, "micro_batches": micro_batches, "precision": precision}

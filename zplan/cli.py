@@ -326,7 +326,8 @@ def run(
     rule: RuleOption = None,
     spec: SpecOption = None,
     timeout: Annotated[
-        float | None, typer.Option(min=0.001, help="Seconds after which a rank that waits for others gives up.")
+        float | None,
+        typer.Option(min=0.001, help="Seconds after which a rank that waits for others gives up; 600 by default."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Rank r seeds torch with seed + r.")] = 0,
     save: Annotated[
