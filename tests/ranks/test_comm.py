@@ -43,7 +43,7 @@ def test_mean_leaves_what_it_was_given() -> None:
 
 def test_pack_takes_any_shape_and_fills_gaps_with_zeros() -> None:
     grads = [torch.arange(6.0).view(2, 3).t(), torch.tensor(7.0), torch.ones(0, 4), torch.ones(1).expand(3)]
-    flat = pack(grads, [0, 64, 128, 192], 256)
+    flat = pack(grads, [0, 64, 128, 192], 256, torch.float32)
     assert torch.equal(flat[:6].view(3, 2), grads[0])
     assert flat[64] == 7
     assert torch.equal(flat[192:195], torch.ones(3))
