@@ -324,7 +324,7 @@ class TrainStep:
         try:
             self._settle()
         finally:
-            self._comm.barrier()
+            self._comm.leave()
             if self._owns_group:
                 dist.destroy_process_group()
 
